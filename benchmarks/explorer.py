@@ -9,6 +9,7 @@ memory and how large an answer is are tests (tests/web/test_size.py).
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import signal
@@ -120,6 +121,7 @@ def tiles() -> dict[str, tuple[float, float]]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     found = heads() | tiles()
     for name, (seconds, bar) in found.items():
         print(f"{'PASS' if seconds < bar else 'FAIL'}  {name}: {seconds:.3f} s, bar {bar} s")

@@ -30,7 +30,7 @@ TUNING = [
 TUNING_OF = {
     "sst": ["data.max_len=80", "train.batch_tokens=2048", "train.steps=420", "train.warmup=50"],
     "nsmc": [
-        *("data.max_len=128", "train.batch_tokens=16384", "train.steps=120", "train.warmup=30", "train.lr=2e-4"),
+        *("data.max_len=128", "train.batch_tokens=16384", "train.steps=1200", "train.warmup=30", "train.lr=2e-4"),
     ],
 }
 
@@ -103,7 +103,8 @@ def main() -> int:
             rows.append([name, STARTS[start], f"{100 * scores[start]:.1f} %", each, f"{mean(f for _, f in found):.3f}"])
         is_better &= scores.get("tuned", 1.0) > scores.get("nothing", 0.0)
     print(format_table([["data", "start", "accuracy", "seeds", "macro F1"], *rows]))
-    print("PASS" if is_better else "FAIL", "tuned is better than the same model from nothing on every data set")
+    if {"tuned", "nothing"} <= set(options.starts):
+        print("PASS" if is_better else "FAIL", "tuned is better than the same model from nothing on every data set")
     return 0 if is_better else 1
 
 

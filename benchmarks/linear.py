@@ -11,7 +11,7 @@ import sys
 
 from measuring import crossing_length
 
-from regard.experiments.bench_attention import BenchJob, Setup, measure_contender
+from regard.experiments.bench_attention import Setup, measure_contender
 from regard.experiments.benchmarking import fit_exponent, format_table
 from regard.experiments.sweep_runner import LocalRunner
 
@@ -26,7 +26,7 @@ def measure(lengths: list[int], rounds: int, backward: bool) -> dict[str, list[f
             print(f"length {length:,}", file=sys.stderr, flush=True)
             for _ in range(rounds):
                 for name in NAMES:
-                    job = BenchJob(name, Setup(length, backward=backward), enough_s=0.2)
+                    job = (name, Setup(length, backward=backward), 0.2)
                     answer = runner.submit(measure_contender, job).result()
                     best[name][at] = min(best[name][at], answer["seconds"])
     return best

@@ -35,6 +35,7 @@ from regard.training.loss import IGNORE, Batch, Objective
 from regard.training.optimiser import Optimiser, build_optimiser
 from regard.training.parallel import clip_grad_norm
 from regard.training.precision import Precision
+from regard.training.working_weights import WorkingWeights
 
 GIB = float(1 << 30)
 LLAMA = {"n_layers": 8, "d_model": 1024, "n_heads": 16, "n_kv_heads": 4, "d_ff": 2816, "max_len": 4096}
@@ -120,7 +121,8 @@ def cases(small: bool) -> list[tuple[str, ModelConfig, Setting]]:
             how |= {"precision": "bf16" if how.get("precision") == "fp16" else how.get("precision", "bf16")}
         backend = "reference" if how.get("attention") == "reference" else "auto"
         config = ModelConfig(**{**fields, "attention_backend": backend})
-        found.append((name, config, Setting(**how)))
+        working = not small and how.get("precision", "bf16") == "bf16"  # as runs on one GPU have it
+        found.append((name, config, Setting(**how, working=working)))
     return found
 
 
@@ -163,16 +165,20 @@ class Step:
         self.model.use_checkpointing(setting.checkpointing)
         self.objective = Objective(self.model, setting.smoothing).train()
         self.precision = Precision(setting.precision, device)
+        self.working = WorkingWeights(self.objective) if setting.working else None
         self.optimiser: Optimiser = build_optimiser(self.model, self.train)
         self.ema = Ema(self.model, 0.999) if setting.ema else None
         self.batch = batch_of(config, setting, device)
 
     def forward(self) -> Tensor:
+        objective = self.objective if self.working is None else self.working.objective
         with self.precision.forward():
-            return self.objective(self.batch) * (1 / max(1, self.batch.n_targets))
+            return objective(self.batch) * (1 / max(1, self.batch.n_targets))
 
     def backward(self, loss: Tensor) -> None:
         self.precision.backward(loss)
+        if self.working is not None:
+            self.working.hand_over_gradients()
 
     def update(self) -> None:
         self.precision.unscale(self.optimiser.optimisers)
@@ -180,6 +186,8 @@ class Step:
         self.optimiser.set_lr(0.01)
         self.precision.step(self.optimiser.optimisers)
         self.optimiser.zero_grad()
+        if self.working is not None:
+            self.working.refresh()
         if self.ema is not None:
             self.ema.update()
 
@@ -191,7 +199,8 @@ class Step:
         state = list(self.optimiser.state_tensors().values())
         ema = [] if self.ema is None else list(self.ema._averages.values())
         inputs = [*self.batch.inputs, self.batch.targets, *self.batch.options.values()]
-        return [*self.model.parameters(), *self.model.buffers(), *state, *ema, *inputs]
+        working = [] if self.working is None else list(self.working.objective.parameters())
+        return [*self.model.parameters(), *self.model.buffers(), *working, *state, *ema, *inputs]
 
 
 def on_gpu(config: ModelConfig, setting: Setting, device: torch.device) -> dict[str, Any]:

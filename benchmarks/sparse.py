@@ -17,7 +17,7 @@ import torch
 from regard.attention.attend import prepare
 from regard.attention.frame import Frame
 from regard.attention.masks import BlockPlan, Mask, causal, everything
-from regard.experiments.bench_attention import BenchJob, Setup, measure_contender, sparse_mask
+from regard.experiments.bench_attention import Setup, measure_contender, sparse_mask
 from regard.experiments.benchmarking import format_table
 from regard.experiments.sweep_runner import LocalRunner
 
@@ -52,8 +52,7 @@ def measure(length: int, rounds: int, backward: bool) -> dict[str, float]:
             for name, (contender, is_causal) in RUNS.items():
                 print(f"round {n + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
                 setup = Setup(length, causal=is_causal, backward=backward)
-                job = BenchJob(contender, setup, enough_s=0.5, most_runs=5)
-                answer = runner.submit(measure_contender, job).result()
+                answer = runner.submit(measure_contender, (contender, setup, 0.5)).result()
                 best[name] = min(best[name], answer["seconds"])
     return best
 

@@ -13,7 +13,7 @@ import argparse
 import sys
 from dataclasses import dataclass
 
-from regard.experiments.bench_attention import CONTENDERS, BenchJob, Setup, measure_contender
+from regard.experiments.bench_attention import Setup, contenders, measure_contender
 from regard.experiments.benchmarking import format_table
 from regard.experiments.sweep_runner import LocalRunner
 
@@ -35,7 +35,7 @@ def measure(setup: Setup, rounds: int) -> tuple[dict[str, Best], int]:
         for n in range(rounds):
             for name, found in best.items():
                 print(f"round {n + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-                answer = runner.submit(measure_contender, BenchJob(name, setup, enough_s=0.0)).result()
+                answer = runner.submit(measure_contender, (name, setup, 0.0)).result()
                 found.seconds = min(found.seconds, answer["seconds"])
                 found.peak_bytes = max(found.peak_bytes, answer["peak_bytes"])
                 threads = answer["threads"]
@@ -68,7 +68,7 @@ def main() -> int:
     )
     rows = [
         [
-            CONTENDERS[name].title,
+            contenders()[name].title,
             f"{found.seconds:,.2f}",
             f"{found.seconds / best['sdpa'].seconds:.2f}×",
             f"{found.peak_bytes / 2**20:,.0f}",

@@ -15,6 +15,7 @@ from forked_shell import Shell, shell
 from trust.promises import pytest_pyfunc_call, pytest_runtest_makereport, pytest_terminal_summary, tally  # noqa: F401
 
 os.environ["REGARD_LANG"] = "en"  # whatever the developer reads
+os.environ["XDG_STATE_HOME"] = os.devnull  # a developer's progress in the course is not ours to write
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun by a script with `&`: processes would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -184,8 +184,8 @@ FAULTS = [
     Fault(
         "accumulated batches weighed alike",
         "training/loop.py",
-        "(self.group.world / max(1, self.at.n_targets))",
-        "(self.group.world / max(1, batch.n_targets * self.train.accumulate))",
+        "self.group.world / max(1, self.at.n_targets))",
+        "self.group.world / max(1, batch.n_targets * self.train.accumulate))",
         "tests/training/test_loop.py tests/training",
     ),
     Fault(
@@ -205,15 +205,15 @@ FAULTS = [
     Fault(
         "seed of the run ignored",
         "training/loop.py",
-        'stable_key("training", what, seed, number)',
-        'stable_key("training", what, 0, number)',
+        'stable_key("training", stream, seed, number)',
+        'stable_key("training", stream, 0, number)',
         "tests/training/test_loop.py tests/training",
     ),
     Fault(
         "every batch drops the same units",
         "training/loop.py",
-        'stable_key("training", what, seed, number)',
-        'stable_key("training", what, seed, 0)',
+        'stable_key("training", stream, seed, number)',
+        'stable_key("training", stream, seed, 0)',
         "tests/training/test_loop.py tests/training",
     ),
     Fault(
@@ -308,6 +308,13 @@ FAULTS = [
         "tests/generation/test_beam.py tests/generation",
     ),
     Fault(
+        "a captured pass keeps the factor of the pass it was captured in",
+        "training/gradient_pass.py",
+        "self._factor.fill_(factor)",
+        "self._factor.fill_(1.0)",
+        "tests/training/test_gradient_pass.py tests/training/test_working_weights.py",
+    ),
+    Fault(
         "a beam keeps its own past instead of its parent's",
         "generation/step_keys.py",
         "torch.where(past, self.origin.index_select(0, rows), self.row[:n, None])",
@@ -359,9 +366,23 @@ FAULTS = [
     Fault(
         "state carried between chunks without its decay",
         "attention/state_space.py",
-        "kept = total[..., -1].double()",
-        "kept = 0 * total[..., -1].double()",
+        "log_kept = total[..., -1].double()",
+        "log_kept = 0 * total[..., -1].double()",
         "tests/models/test_mamba.py",
+    ),
+    Fault(
+        "a text that moves to another slot sees what was there",
+        "generation/slot_engine.py",
+        "self.visible[to], self.ends[to] = self.visible[slot], end",
+        "self.ends[to] = end",
+        "serving/test_batching.py serving",
+    ),
+    Fault(
+        "joint searches count their steps together",
+        "generation/joint_search.py",
+        "beams.select(mask), beams.step[mask]",
+        "beams.select(mask), beams.step[mask].amax().expand(int(mask.sum())).clone()",
+        "serving/test_batching.py serving",
     ),
     Fault(
         "server answers any Host",
@@ -376,6 +397,20 @@ FAULTS = [
         "if len(body) > limits.body_bytes:",
         "if False:",
         "tests/web/test_limits.py tests/web",
+    ),
+    Fault(
+        "a key may ask as often as it likes",
+        "web/api_keys.py",
+        "is_allowed = left >= 1",
+        "is_allowed = True",
+        "tests/serving/test_operations.py",
+    ),
+    Fault(
+        "a stream begins anew with another replica",
+        "serving/resumed_stream.py",
+        "n_letters = self._sent.letters[index] - self._seen.letters[index]",
+        "n_letters = 0",
+        "tests/serving/test_ray_replicas.py",
     ),
     Fault(
         "bootstrap p-value may be 0",

@@ -37,15 +37,18 @@ LEFT_OF: dict[str, set[str]] = {
     "experiments": {"export"},
     "io": {"experiments"},
     "web": {"experiments", "io"},
+    "serving": {"web"},
+    "course": {"training", "lens"},
     "demo": {"web", "io"},
-    "cli": {"__init__", "demo"},
+    "cli": {"__init__", "demo", "serving", "course"},
     "__main__": {"cli"},
 }
 # The steps to the right: model.save() delegates to io.save when it is called, train.init reads the config and loads the
-# weights of what a run starts from, train.ship_to asks whether the model can be exported, and a run notes the version.
+# weights of what a run starts from, train.ship_to asks whether the model can be exported, a run notes the version, and
+# a page that is exported describes its model as the explorer's server does.
 LAZY_STEPS_RIGHT = {
     *(("models", "io"), ("recipes", "training"), ("training", "io")),
-    *(("training", "export"), ("training", "__init__")),
+    *(("training", "export"), ("training", "__init__"), ("export", "web")),
 }
 # The front door exports from every room, but only when a name is asked for.
 FRONT_DOOR = "__init__"
@@ -64,16 +67,19 @@ OWNERS: dict[str, set[str]] = {
     "gguf": {"hub"},
     "llama_cpp": {"export"},
     "torchao": {"export"},
-    "fastapi": {"web"},
-    "starlette": {"web"},
-    "uvicorn": {"web"},
+    "fastapi": {"web", "serving"},
+    "starlette": {"web", "serving"},
+    "uvicorn": {"web", "serving"},
+    "markdown_it": {"web"},
+    "llguidance": {"serving"},
     "matplotlib": {"foundation", "lens", "experiments", "training"},
-    "ray": {"experiments"},
+    "ray": {"experiments", "serving"},
     "sacrebleu": {"training"},
     "tensorboard": {"training"},
     "torch.utils.tensorboard": {"training"},
     "wandb": {"training"},
     "mlflow": {"training"},
+    "faiss": {"generation"},
     "comet": {"training"},
 }
 # Kernels are written in triton's own language and routes in FastAPI's: at home these stand at the top of the file, and
@@ -84,7 +90,7 @@ WITHOUT_TORCH = {"errors", "config"}
 # What `import regard` may add to `import torch`, in modules: a count does not depend on how busy the machine is.
 MOST_MODULES_ADDED = 40
 # And what it may add once every exported name has been touched.
-MOST_MODULES_ADDED_IN_USE = 310
+MOST_MODULES_ADDED_IN_USE = 325
 
 
 @dataclass(frozen=True)

@@ -372,9 +372,9 @@ def test_resume_takes_only_what_leaves_it_the_same_run(training: dict[str, Any])
     [
         (
             "",
-            "a task comes first: regard train TASK, one of translate, lm, mlm, sft, dpo, ",
+            "name a task first: regard train TASK, one of translate, lm, mlm, electra, sft, ",
         ),
-        ("train.steps=3", "a task comes first: regard train TASK, one of translate, lm, mlm, "),
+        ("train.steps=3", "name a task first: regard train TASK, one of translate, lm, mlm, "),
         ("lmm", "there is no task 'lmm'; did you mean lm?"),
         ("lm train.stpes=3", "there is no train.stpes; did you mean train.steps?"),
         ("lm train.steps=few", "train.steps=few is not a whole number"),
@@ -386,10 +386,10 @@ def test_resume_takes_only_what_leaves_it_the_same_run(training: dict[str, Any])
         ("--resume a train.seed=1", "train.seed cannot change in a resumed run; train.steps, train.stop_at, "),
         ("--resume a data.max_len=4", "data.max_len cannot change in a resumed run; data.source, data.valid, "),
         ("--resume a model.dropout=0", "model.dropout=0: only train.* and data.* can be given here"),
-        ("--resume a --schedule again", "--schedule again is none of restart, continue"),
-        ("lm --schedule restart", "--schedule restart is for --resume RUN; train.schedule=… chooses that of a new run"),
+        ("--resume a --schedule again", "--schedule again is not one of restart, continue"),
+        ("lm --schedule restart", "--schedule restart is for --resume RUN; for a new run, use train.schedule=…"),
         ("--resume a train.steps=0", "train.steps=0 must be at least 1"),
-        ("--resume a --preset shapes", "--resume goes on with the run's own recipe; --preset cannot change it"),
+        ("--resume a --preset shapes", "--resume keeps the run's own recipe; --preset cannot change it"),
     ],
 )
 def test_wrong_words_are_2_and_one_sentence(
@@ -437,7 +437,7 @@ def test_eval_hands_its_options_on(training: dict[str, Any], capsys: pytest.Capt
     [
         (["train.lr=1"], "train.lr=1: only data.* can be given here"),
         (["data.sorce=x"], "there is no data.sorce; did you mean data.source?"),
-        (["--device", "gpu"], "--device gpu is none of auto, cpu, cuda, mps"),
+        (["--device", "gpu"], "--device gpu is not one of auto, cpu, cuda, mps"),
     ],
 )
 def test_eval_refuses_other_words(

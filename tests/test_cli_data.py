@@ -64,7 +64,7 @@ def test_images_that_are_not_there_may_lie_in_another_folder(tmp_path: Path, cap
     table = tmp_path / "captions.tsv"
     table.write_text("a.png\ta dog\nb.png\ta cat\n", encoding="utf-8")
     assert cli.main(["train", "caption", f"data={table}", f"train.out={tmp_path / 'run'}"]) == 1
-    assert capsys.readouterr().err.splitlines()[0].endswith("data.images=FOLDER says where the images lie")
+    assert capsys.readouterr().err.splitlines()[0].endswith("data.images=FOLDER sets the folder of the images")
 
 
 def test_bad_lines_are_counted_and_listed_when_they_are_to_be_skipped(
@@ -111,7 +111,7 @@ def test_lengths_and_what_is_dropped(tmp_path: Path, capsys: Said) -> None:
     assert expected.items() <= found["losses"].items()
     assert found["examples"] == [["a", "b"], ["aa", "b"]]
     assert describe(*words) == 0
-    assert "10 examples longer than max_len=11 are left out, whole" in capsys.readouterr().out
+    assert "10 examples longer than max_len=11 are left out\n" in capsys.readouterr().out
     assert document(capsys, path, "--tokenizer", "none")["tokens"] == {}
 
 
@@ -177,7 +177,11 @@ def test_embedded_corpora(capsys: Said, corpus: str, tokenizer: str, kind: str, 
         (["en-ko", "train.steps=1"], 2, "train.steps=1: only data.* can be given here"),
         (["en-ko", "data.max_len=3", "--max-len", "4"], 2, "data.max_len is given twice: data.max_len=4 and data.max_"),
         (["en-ko", "data.source=x"], 2, "data.source is given twice: data.source=en-ko and data.source=x"),
-        (["en-ko", "--tokenizer", "bpee"], 2, "'bpee' is none of chars, bytes, words, bpe, unigram, nor a tokenizer"),
+        (
+            ["en-ko", "--tokenizer", "bpee"],
+            2,
+            "'bpee' is not one of chars, bytes, words, bpe, unigram, nor a tokenizer",
+        ),
         (["no-such-file.tsv"], 1, "no-such-file.tsv"),
         (["en-ko", "--tokenizer", "missing.json"], 1, "missing.json cannot be read"),
     ],

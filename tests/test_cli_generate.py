@@ -216,6 +216,22 @@ def test_other_engines_are_asked_as_they_are_named(
     assert [entry[1] for entry in asked] == ["ctranslate2", "ctranslate2"]  # opened, and never asked
 
 
+def test_weights_are_read_in_the_asked_type(models: dict[str, Path], capsys: Said) -> None:
+    """As ``regard.load(path, dtype=…)`` answers, which is not what fp32 weights say to the last digit."""
+    words = ["translate", models["translator"], "the cat", "--n-best", 2, "--json"]
+    said = {dtype: json.loads(told(capsys, *words, "--dtype", dtype)) for dtype in ("float32", "bfloat16")}
+    assert said["float32"] == json.loads(told(capsys, *words))
+    half = regard.load(models["translator"], dtype="bfloat16")
+    wanted = [text.score for text in regard.translate(half, ["the cat"], n_best=2).n_best[0]]
+    assert [text["score"] for text in said["bfloat16"]["results"][0]["n_best"]] == pytest.approx(wanted)
+    assert said["bfloat16"] != said["float32"]
+    for name, more in (("classifier", ["classify"]), ("speaker", ["look"]), ("speaker", ["embed"])):
+        plain, rounded = (
+            told(capsys, *more, models[name], "the cat", "--json", *x) for x in ((), ("--dtype", "bfloat16"))
+        )
+        assert plain != rounded, name
+
+
 def test_an_engine_that_is_not_installed_is_named(
     models: dict[str, Path], capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,7 +262,7 @@ def test_n_best_and_a_prefix(models: dict[str, Path], tmp_path: Path, capsys: Sa
     assert head.split("\t") == ["en", "id", "translation", "score", "translation_2", "score_2"]
     assert first.split("\t")[2::2] == flat[0]
     assert blank.split("\t") == ["", "8", "", "", "", ""]
-    refused(capsys, 2, "--n-best is not for --engine ctranslate2", *words, "the cat", "--engine", "ctranslate2")
+    refused(capsys, 2, "--engine ctranslate2 does not support --n-best", *words, "the cat", "--engine", "ctranslate2")
     refused(capsys, 2, "--n-best 3 texts need --beam 3 or more", "translate", path, "the", "--beam", 2, "--n-best", 3)
 
 
@@ -261,7 +277,7 @@ def test_a_glossary(models: dict[str, Path], tmp_path: Path, capsys: Said) -> No
     assert run(*words[:-1], 2, "the cat") == 0
     said = "'the cat' is translated without the term 고양이: no room, or no tokens to write it with\n"
     assert capsys.readouterr().err == said
-    refused(capsys, 2, "--glossary is not for --engine ctranslate2", *words, "the cat", "--engine", "ctranslate2")
+    refused(capsys, 2, "--engine ctranslate2 does not support --glossary", *words, "the cat", "--engine", "ctranslate2")
     terms.write_text("cat 고양이\n", encoding="utf-8")
     refused(capsys, 1, "terms.tsv:1: a term, a tab and its translation are needed, not 'cat 고양이'", *words, "a")
     refused(capsys, 1, "nowhere.tsv cannot be read", *words, "a", "--glossary", tmp_path / "nowhere.tsv")
@@ -298,7 +314,7 @@ def test_a_model_without_graphs_says_how_to_make_them(models: dict[str, Path], c
     for words in (["generate", models["speaker"], "the"], ["classify", models["classifier"], "the"]):
         said = f"was not exported as onnx; regard export {words[1]} onnx shipped makes one"
         refused(capsys, 3, said, *words, "--engine", "onnx")
-    refused(capsys, 2, "--engine ctranslate2 is none of torch, onnx", *words, "--engine", "ctranslate2")
+    refused(capsys, 2, "--engine ctranslate2 is not one of torch, onnx", *words, "--engine", "ctranslate2")
 
 
 # ---- classify and caption
@@ -375,7 +391,7 @@ def refused(capsys: Said, code: int, said: str, *words: Any) -> None:
         (["generate", "speaker", "the", "--bias", "q=nan"], 1, "must be a finite number"),
         (["generate", "speaker", "the", "--file", "x.txt"], 2, "--file x.txt and text are both given"),
         (["generate", "speaker", "--file", "missing.txt"], 1, "missing.txt cannot be read: No such file"),
-        (["generate", "speaker", "the", "--device", "moon"], 2, "--device moon is none of"),
+        (["generate", "speaker", "the", "--device", "moon"], 2, "--device moon is not one of"),
         (["generate", "mute", "the"], 1, "this model has no tokenizer"),
         (["generate", "mute", "the", "--stop-token", "q"], 1, "this model has no tokenizer"),
         (["generate", "classifier", "the"], 1, "writes no text"),
@@ -387,10 +403,16 @@ def refused(capsys: Said, code: int, said: str, *words: Any) -> None:
         (["translate", "translator", ""], 2, "a text to translate is empty"),
         (["translate", "translator", "the cat " * 60], 1, "but max_len=96; --truncate keeps its beginning"),
         (["translate", "translator", "the", "--beam", "400"], 1, "beam=400 is larger than the vocabulary"),
-        (["translate", "translator", "the", "--engine", "abacus"], 2, "--engine abacus is none of torch, onnx"),
+        (["translate", "translator", "the", "--engine", "abacus"], 2, "--engine abacus is not one of torch, onnx"),
+        (
+            ["translate", "translator", "the", "--dtype", "int8"],
+            2,
+            "--dtype int8 is not one of float32, bfloat16, float16",
+        ),
+        (["classify", "classifier", "the", "--dtype", "float16", "--engine", "onnx"], 2, "is for --engine torch"),
         (["translate", "translator", "the", "--length-penalty", "nan"], 2, "--length-penalty nan must be a finite"),
         (["translate", "translator", "the", "--out", "no/such/place.txt"], 1, "there is no directory no/such"),
-        (["classify", "translator", "the"], 1, "only with head='classify'"),
+        (["classify", "translator", "the"], 1, "but classification needs head='classify'"),
         (["classify", "classifier", ""], 2, "a text to classify is empty"),
         (["classify", "images", "missing.png"], 1, "missing.png: no such file"),
         (["caption", "translator", "missing.png"], 1, "it does not caption images"),
@@ -419,7 +441,7 @@ def test_bad_input(
     [
         (b"\x89PNG\r\n\x1a\n\0\xff" * 9, "the input is not UTF-8 text: byte 0x89 at 0"),
         (b"good line\nbad \xff\n", "the input is not UTF-8 text: byte 0xff at 14"),
-        (b"a\0b\n", "the input is not text: it holds a NUL character at 1"),
+        (b"a\0b\n", "the input is not text: it contains a NUL character at 1"),
     ],
 )
 def test_garbage_on_stdin(
@@ -465,7 +487,7 @@ def test_one_bad_line_among_many_writes_nothing(
         (lambda path: path.write_bytes(picture(path).read_bytes()[:60]), "cannot be decoded"),
         (lambda path: path.write_bytes(b"not an image at all"), "cannot be decoded: cannot identify image file"),
         (lambda path: path.write_bytes(b""), "cannot be decoded"),
-        (lambda path: path.mkdir(), "no image in this folder"),
+        (lambda path: path.mkdir(), "no images in this folder"),
         (lambda path: None, "no such file"),
     ],
     ids=["bomb", "large", "no pixels", "truncated", "text", "empty", "folder", "missing"],

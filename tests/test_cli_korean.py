@@ -58,7 +58,7 @@ def test_every_help_text_has_a_korean_entry_and_no_entry_is_stale(monkeypatch: p
 
 def test_every_message_is_one_that_the_sources_say() -> None:
     sources, stale = text_of_the_sources(), []
-    for name in ("training", "reports", "data", "doctor", "errors", "advice"):
+    for name in ("training", "reports", "data", "doctor", "course", "errors", "advice"):
         for key in TABLES[name]:
             said = key.replace("data.bad_lines=skip", "bad_lines='skip'").removeprefix("tokenising ").removesuffix(" …")
             # Sentences are put together of these.
@@ -238,6 +238,7 @@ WORDS = {  # names and units, and what a table calls by a preset's, field's or m
         "bigbird",
         "reference",
         "additive",
+        "sigmoid",
         "h200",
     ),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import regard
+from child_process import child_process
 from forked_shell import Shell
 from generation.spoken import captioner, classifier, image_classifier, language_model, picture, translator
 from regard import cli
@@ -210,7 +211,7 @@ def test_a_stopped_prediction_goes_on_where_it_stopped(
     patched = "regard.generation.label_answers.classify"
     monkeypatch.setattr(patched, stops)
     assert run(*words, out) == 130
-    assert "stopped after 4 of 7 rows; the same command goes on from there" in capsys.readouterr().err
+    assert "stopped after 4 of 7 rows; run the same command again to resume" in capsys.readouterr().err
     assert not out.exists()
     partial = tmp_path / "out.csv.partial"
     partial.write_bytes(partial.read_bytes() + b'{"label": "ca')  # as a process leaves it that was killed
@@ -269,7 +270,7 @@ def test_a_line_that_is_too_long_is_named_as_the_file_numbers_it(
 
 def test_a_coprocess_answers_line_by_line(bash: Shell, models: dict[str, Path]) -> None:
     words = [bash.regard, "classify", str(models["classifier"]), "--stream"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
+    with child_process(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for text in ("the cat", "", "a dog"):
@@ -298,3 +299,12 @@ def test_a_stream_is_one_line_out_for_one_in(
     said = capsys.readouterr()
     assert [json.loads(line)["input"] for line in said.out.splitlines()] == ["the cat"]
     assert "regard: stdin:2: 18" in said.err
+
+
+def test_a_column_of_a_file_of_lines_is_told_which_names_are_tables(
+    models: dict[str, Path], tmp_path: Path, capsys: Said
+) -> None:
+    file = tmp_path / "pairs.txt"
+    file.write_text("a cat\teine Katze\n", encoding="utf-8")
+    said = refused(capsys, 2, "translate", models["translator"], "--file", file, "--column", "0")
+    assert f"{file} has no columns: by its name it is read as lines, not as a table (.csv, .tsv," in said

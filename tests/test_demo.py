@@ -30,7 +30,7 @@ WORDS = [
     *("train.compile=off", "train.precision=fp32", "data.epoch_examples=300", "data.valid_rows=6"),
     *("model.d_model=32", "model.d_ff=64", "model.n_layers=1", "train.device=cpu"),
 ]
-STAGES = ["train", "judge", "translate", "look", "export"]
+STAGES = ["train", "judge", "translate", "look", "export", "publish"]
 
 
 def quicken(patch: pytest.MonkeyPatch) -> None:
@@ -78,6 +78,8 @@ def test_it_leaves_everything_it_speaks_of(made: Path, capsys: pytest.CaptureFix
     assert (made / "look.html").read_text(encoding="utf-8").count("<html") == 1
     assert json.loads((made / "onnx/certificate.json").read_bytes())["passes"]
     assert found["stages"]["export"]["max_abs"] < 1e-4
+    assert (made / "page/index.html").is_file()
+    assert found["stages"]["publish"]["bytes"] < 10_000_000
     assert [path.name for path in made.glob(".*")] == []
 
 
@@ -86,10 +88,10 @@ def test_called_again_it_keeps_all_of_it_and_shows_it(made: Path, capsys: pytest
     before = {path: path.stat().st_mtime_ns for path in made.rglob("*") if path.is_file()}
     assert main(["demo", "--no-serve", "--out", str(made), "--lang", "en", *WORDS]) == 0
     said = capsys.readouterr()
-    assert said.out.count("kept from before") == len(STAGES)
+    assert said.out.count("already done") == len(STAGES)
     assert "cross attention, layer 1 of 1, mean of heads" in said.out
     assert "BLEU" in said.out
-    assert "What next" in said.out
+    assert "What to try next" in said.out
     assert said.out.count("regard translate") == said.out.count("regard look") == said.out.count("regard train") == 1
     assert said.err == ""
     assert {path: path.stat().st_mtime_ns for path in made.rglob("*") if path.is_file()} == before
@@ -129,7 +131,7 @@ def test_stopped_while_it_exports(
     with monkeypatch.context() as patch:
         patch.setattr(demo_run, "export_onnx", stopped)
         assert main(["demo", "--no-serve", "--lang", "en", "--out", str(made), *WORDS]) == 130
-    assert "The same command goes on from here." in capsys.readouterr().err
+    assert "Run the same command to continue." in capsys.readouterr().err
     assert not (made / "export.json").exists()
     # Exporting once more, for real, would take as long as everything else together.
     monkeypatch.setattr(
@@ -225,7 +227,7 @@ def test_it_speaks_korean(made: Path, capsys: pytest.CaptureFixture[str], monkey
     monkeypatch.setenv("REGARD_LANG", "ko")
     assert main(["demo", "--no-serve", "--out", str(made), *WORDS]) == 0
     said = capsys.readouterr().out
-    assert "6  학습" in said
+    assert "7  학습" in said
     assert "다음에 해 볼 것" in said
     assert "kept" not in said
 
@@ -233,12 +235,12 @@ def test_it_speaks_korean(made: Path, capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lang", "fr"], "--lang fr is none of en, ko"),
-        (["train.out=x"], "--out DIR says where"),
+        (["--lang", "fr"], "--lang fr is not one of en, ko"),
+        (["train.out=x"], "--out DIR sets the directory"),
         (["data=pairs.tsv"], "regard train translate data.source=pairs.tsv"),
         (["train.stps=3"], "did you mean train.steps?"),
         (["--out", "occupied"], "holds something else"),
-        (["--out", "other", "train.steps=3"], "holds a demo with no words"),
+        (["--out", "other", "train.steps=3"], "holds a demo with no overrides"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_done(

@@ -32,6 +32,7 @@ from regard.errors import BadModelFile, UsageError
 from regard.experiments import ablate
 from regard.experiments.ablations import ablation
 from regard.experiments.bench_attention import Setup, build_run, choose_contenders
+from regard.foundation import plugins
 from regard.generation import generate
 from regard.models import Decoder
 from regard.text.processor import Processor
@@ -57,12 +58,12 @@ def cosine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "cosine.py").write_text(code_of_the_guide(), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delenv(mixers.VARIABLE, raising=False)
+    monkeypatch.delenv(plugins.MIXERS_VARIABLE, raising=False)
     before = dict(MIXERS)
     yield tmp_path
     MIXERS.clear()
     MIXERS.update(before)
-    os.environ.pop(mixers.VARIABLE, None)
+    os.environ.pop(plugins.MIXERS_VARIABLE, None)
     sys.modules.pop("cosine", None)
 
 
@@ -167,7 +168,7 @@ def test_cost_and_bench_know_it(model: Decoder) -> None:
 @pytest.mark.slow
 def test_the_shoot_out_has_a_row_for_it(cosine: Path) -> None:
     """With nothing said but where it is: the processes that train, and those that measure, find it too."""
-    os.environ[mixers.VARIABLE] = "cosine:Cosine"
+    os.environ[plugins.MIXERS_VARIABLE] = "cosine:Cosine"
     small = ["model.d_model=16", "model.n_heads=2", "model.d_ff=16", "model.n_layers=1", "model.max_len=16"]
     small += ["data.max_len=16", "train.steps=2", "train.warmup=1", "train.batch_tokens=64", "train.eval_batches=1"]
     (cosine / "book.txt").write_text((ROOT / "LICENSE").read_text(encoding="utf-8"), encoding="utf-8")
@@ -190,7 +191,7 @@ def test_a_typed_name_is_imported(cosine: Path) -> None:
     assert "cosine" not in MIXERS
     assert parse_overrides(["model.mixer=cosine:Cosine"]) == {"model": {"mixer": "cosine:Cosine"}}
     assert ModelConfig(mixer="cosine:Cosine").mixing is MIXERS["cosine"]
-    assert os.environ[mixers.VARIABLE] == "cosine:Cosine", "children of this process know it too"
+    assert os.environ[plugins.MIXERS_VARIABLE] == "cosine:Cosine", "children of this process know it too"
     with pytest.raises(UsageError, match=r"^model\.mixer=cosin:Cosine: there is no module 'cosin', here"):
         parse_overrides(["model.mixer=cosin:Cosine"])
     with pytest.raises(UsageError, match="cosine has no Sine"):
@@ -213,7 +214,7 @@ def test_a_folder_of_ones_own_is_found_too(cosine: Path, place: str, monkeypatch
 
 
 def test_the_tab_key_runs_nothing(cosine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(mixers.VARIABLE, " cosine:Cosine, nowhere:None,, not a name,dot")
+    monkeypatch.setenv(plugins.MIXERS_VARIABLE, " cosine:Cosine, nowhere:None,, not a name,dot")
     offered = completion._values("model.mixer", "")
     own = ["cosine:Cosine", "nowhere:None", "not a name"]
     assert offered == [f"model.mixer={name}" for name in (*MIXERS, *own)]
@@ -247,12 +248,12 @@ def test_a_file_never_has_anything_imported(model: Decoder, tmp_path: Path) -> N
                 print(error)
         print("cosine" in sys.modules)
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), mixers.VARIABLE: ""}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), plugins.MIXERS_VARIABLE: ""}
     command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     one, two, imported = done.stdout.splitlines()
     assert "mixer='cosine:Cosine' is not registered" in one
-    assert "mixer='cosine' is none of dot" in two
+    assert "mixer='cosine' is not one of dot" in two
     assert imported == "False", "the file beside the model was not imported"
 
 
@@ -260,8 +261,8 @@ def test_an_unregistered_name_is_a_bad_model_file(model: Decoder, tmp_path: Path
     folder = tmp_path / "saved"
     model.save(folder)
     MIXERS.pop("cosine")
-    os.environ.pop(mixers.VARIABLE)
-    with pytest.raises(BadModelFile, match="mixer='cosine' is none of dot"):
+    os.environ.pop(plugins.MIXERS_VARIABLE)
+    with pytest.raises(BadModelFile, match="mixer='cosine' is not one of dot"):
         regard.load(folder)
 
 
@@ -286,7 +287,7 @@ def test_one_file_and_one_entry_in_the_package(tmp_path: Path) -> None:
         "print([cell.name for cell in ablation('mechanisms').cells])\n"
         "print(regard.__file__)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), mixers.VARIABLE: ""}
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), plugins.MIXERS_VARIABLE: ""}
     done = subprocess.run([sys.executable, "-c", said], env=environment, capture_output=True, text=True, cwd=tmp_path)
     shape, cells, where = done.stdout.splitlines()[-3:] if done.returncode == 0 else (done.stderr, "", "")
     assert shape == "torch.Size([1, 3, 30]) Cosine"

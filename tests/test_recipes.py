@@ -62,7 +62,7 @@ def test_the_embedded_corpora_are_the_defaults() -> None:
 def test_a_task_without_a_corpus_asks_for_data(task: str) -> None:
     with pytest.raises(UsageError, match=rf"^{task} needs data\.source: .* for instance data\.source=\w"):
         run_config(task)
-    assert OF_FILES == ["sft", "dpo", "classify", "classify-images", "tag"]
+    assert OF_FILES == ["sft", "dpo", "classify", "classify-images", "tag", "embed", "answer"]
 
 
 def test_a_named_recipe_stands_alone_and_words_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_sections_may_be_python_values() -> None:
         ({"train": {"steps": "many"}}, "train.steps=many is not a whole number"),
         ({"train": {"steps": [1]}}, "train.steps=1 is not a whole number"),
         ({"train": {"lr": float("nan")}}, "train.lr=nan is not a finite number"),
-        ({"train": {"optimiser": "adm"}}, "train.optimiser=adm is none of adam, adamw, muon; did you mean adam?"),
+        ({"train": {"optimiser": "adm"}}, "train.optimiser=adm is not one of adam, adamw, muon; did you mean adam?"),
         ({"train": {"steps": 0}}, "train.steps=0 must be at least 1"),
         ({"model": "gpt-2"}, "model=gpt-2: there is no such model; did you mean gpt2?"),
         ({"model": {"mixer": "mine:Own"}}, "model.mixer='mine:Own' is not registered"),

@@ -24,7 +24,7 @@ from urllib.request import Request, urlopen
 
 ROOT = Path(__file__).resolve().parents[1]
 INDEX = "https://pypi.org/simple"
-EXTRAS = ("hub", "export", "serve", "data")
+EXTRAS = ("hub", "export", "serve", "api", "data")
 _HEADER = """\
 # Every pin of constraints.txt with the hashes of its files on PyPI; written by `make lock`. To install exactly these:
 # pip install --require-hashes -r requirements.lock && pip install --no-deps regard

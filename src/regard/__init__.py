@@ -1,4 +1,4 @@
-"""regard: build a Transformer, train it, see inside it while it runs at full speed, and ship it."""
+"""regard: build a Transformer, train it, look inside it while it runs at full speed, and ship it."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .attention import AttentionMap, Frame, MultiHeadAttention, attend, explain, record
     from .config import DataConfig, ModelConfig, RunConfig, TrainConfig
+    from .course import check
     from .experiments import ablate
     from .experiments.cost import cost
     from .experiments.cost_report import Cost
     from .export.export_model import export
+    from .generation.fused_answers import answer
     from .generation.tag_words import tag
+    from .generation.text_embeddings import embed
     from .generation.text_generation import caption, classify, generate, stream, translate
+    from .generation.zero_shot import zero_shot
     from .io import load
     from .lens.activations import ActivationRecord, capture
     from .lens.look import Look, look
     from .models import Model
-    from .models.build import build
+    from .models.build import build, register_model
     from .presets import PRESETS, preset
     from .recipes import RECIPES
     from .training import back_translate, distill, evaluate, resume, train
 
-# The names of each module, imported when the name is first asked for: `import regard` stays light.
+# Public names by module. They are imported on first access, so that `import regard` stays fast.
 _EXPORTS = {
     "attention": "AttentionMap Frame MultiHeadAttention attend explain record",
     "config": "DataConfig ModelConfig RunConfig TrainConfig",
+    "course": "check",
     "experiments": "ablate",
     "experiments.cost": "cost",
     "experiments.cost_report": "Cost",
     "export": "export",
-    "generation": "caption classify generate stream tag translate",
+    "generation": "answer caption classify embed generate stream tag translate",
+    "generation.zero_shot": "zero_shot",
     "io": "load",
     "lens": "Look look",
     "lens.activations": "ActivationRecord capture",
-    "models": "Model build",
+    "models": "Model build register_model",
     "presets": "PRESETS preset",
     "recipes": "RECIPES",
     "training": "back_translate distill evaluate resume train",
@@ -59,14 +65,17 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "ablate",
+    "answer",
     "attend",
     "back_translate",
     "build",
     "caption",
     "capture",
+    "check",
     "classify",
     "cost",
     "distill",
+    "embed",
     "evaluate",
     "explain",
     "export",
@@ -75,11 +84,13 @@ __all__ = [
     "look",
     "preset",
     "record",
+    "register_model",
     "resume",
     "stream",
     "tag",
     "train",
     "translate",
+    "zero_shot",
 ]
 
 
@@ -87,7 +98,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
     module = importlib.import_module(f".{_MODULE_OF[name]}", __name__)
-    value = module if name == _MODULE_OF[name] else getattr(module, name)  # regard.export is a module that is callable
+    value = module if name == _MODULE_OF[name] else getattr(module, name)  # regard.export is a callable module
     globals()[name] = value
     return value
 

@@ -1,7 +1,7 @@
-"""The failures callers may want to tell apart, each with the exit code the command line ends with.
+"""Exceptions that callers may want to handle, each with the exit code of the command line.
 
-A wrong argument is a ValueError or TypeError, in the library as in Python itself. These are the failures that a
-caller may want to tell apart: a file that cannot be trusted, a training run that diverged.
+A wrong argument raises ValueError or TypeError, as in Python itself. The classes here are for other failures, such as a
+damaged file or a training run that diverged.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ __all__ = ["BadData", "BadLine", "BadModelFile", "Diverged", "RegardError", "Usa
 
 
 class RegardError(Exception):
-    """Something regard was asked to do failed, and the message says what."""
+    """Base class of all errors of regard; the message says what failed."""
 
     exit_code = 1
 
 
 class UsageError(RegardError, ValueError):
-    """What was typed cannot be meant; nothing has been done yet."""
+    """A command or call with invalid arguments; nothing has been done yet."""
 
     exit_code = 2
 
 
 class BadModelFile(RegardError):
-    """A checkpoint or model directory is damaged, incomplete or not what its manifest says."""
+    """A checkpoint or model directory that is damaged, incomplete or differs from its manifest."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line of a data file that is no example, and why."""
+    """A line of a data file that is not a valid example, with the reason."""
 
     file: str
     line: int
@@ -53,18 +53,23 @@ class BadData(RegardError):
 
 
 class Diverged(RegardError):
-    """Training reached a loss or gradient that is not finite and could not recover."""
+    """Training reached a loss, gradient or weight that is not finite."""
 
     exit_code = 4
 
 
+def first_line(error: BaseException) -> str:
+    """The first non-empty line of an error message; the name of the class if there is none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 @contextmanager
 def silence_warnings(logger: str) -> Iterator[None]:
-    """Inside the block, the named logger reports errors only: its warnings are no news here, or said another way."""
+    """A context in which the named logger reports errors only."""
     log = logging.getLogger(logger)
-    before = log.level
+    level = log.level
     log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        log.setLevel(before)
+        log.setLevel(level)

@@ -1,4 +1,4 @@
-"""Models to disk and back: ``load`` a directory of ours or of Hugging Face's, ``save`` one that both can open."""
+"""Loading and saving of models: ``load`` opens our directories and those of Hugging Face, ``save`` writes for both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from .config import ModelConfig
 from .errors import BadModelFile
 from .export.quantise import check_int8, is_quantised, open_int8
 from .foundation.files import replace_directory, write_atomic
-from .foundation.jsonio import to_json
+from .foundation.jsonio import to_json, wrong_values_as_bad_file
 from .hub.hf_directory import INDEX
 from .hub.manifest import check_replaceable
 from .models import Model, build
@@ -29,9 +29,9 @@ from .training.run_directory import find_run
 __all__ = ["Description", "describe", "load", "save"]
 
 _log = logging.getLogger(__name__)
-_MOST_SHARD_BYTES = 5 * 10**9  # what transformers does
+_MOST_SHARD_BYTES = 5 * 10**9  # as in transformers
 GENERATION = "generation_config.json"
-_MOST_TRIES = 20
+_MAX_TRIES = 20  # attempts to read a directory that is being replaced
 T = TypeVar("T")
 
 
@@ -43,24 +43,23 @@ def load(
     allow_pickle: bool = False,
     verify: bool = True,
 ) -> Model:
-    """The model in a directory, ready to be used: in eval mode, with ``.config``, ``.processor`` and ``.provenance``.
+    """Load a model in eval mode, with ``.config``, ``.processor`` and ``.provenance``.
 
-    The directory is one that ``model.save`` or transformers wrote, a LoRA adapter as ``peft`` writes it (then the model
-    it belongs to with the additions merged), or a training run: then its model is the averaged one, else the best, else
-    the last, and "RUN@1200" is that of step 1200. A GGUF file of a LLaMA, Mistral, Qwen 2 or Qwen 3 is read too, by its
-    own path or that of a directory that holds nothing else.
+    ``path`` is a directory written by ``model.save`` or transformers; a LoRA adapter of ``peft``, which is merged into
+    the model it belongs to; or a training run, whose averaged, else best, else last weights are loaded ("RUN@1200":
+    those of step 1200). A GGUF file of LLaMA, Mistral, Qwen 2 or Qwen 3, alone or in its own directory, works too.
 
-    No code of the directory is run. Where it has a manifest every file is compared with it first; otherwise
-    ``model.provenance.verified`` is "unverified". ``dtype`` converts the weights, which otherwise keep theirs.
-    ``allow_pickle`` reads pytorch_model.bin where there is no safetensors file. Anything wrong is a BadModelFile.
+    No code from the directory is executed. If it has a manifest, every file is verified first; otherwise
+    ``model.provenance.verified`` is "unverified". ``dtype`` converts the weights; by default they keep theirs.
+    ``allow_pickle`` reads pytorch_model.bin if there is no safetensors file. Any fault raises BadModelFile.
     """
     float_type = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(float_type, torch.dtype) and float_type.is_floating_point):
         raise ValueError(f"dtype={dtype!r} is not a floating type such as float32 or bfloat16")
     device = torch.get_default_device() if device is None else torch.device(device)
 
-    if (found := find_run(path)) is not None:
-        run, step = found
+    if (run_and_step := find_run(path)) is not None:
+        run, step = run_and_step
         if step is None and run.model_folder.is_dir():
             return load(run.model_folder, device=device, dtype=float_type)
         model, _ = run.model(step)
@@ -74,8 +73,8 @@ def load(
         files = _check_directory(path, allow_pickle, verify)
         with _directory_in_errors(files.directory.root):
             processor = files.processor()
-            wanted = float_type or files.directory.dtype
-            model = hub.fill(files.fitting, files.resolved.steps, files.weights, device, wanted)
+            weights_dtype = float_type or files.directory.dtype
+            model = hub.fill(files.fitting, files.resolved.steps, files.weights, device, weights_dtype)
         model.processor, model.provenance = processor, files.provenance
         model.training_record = files.directory.training_record
         return model
@@ -84,8 +83,8 @@ def load(
 
 
 def _load_adapted(path: Path, verify: bool) -> Model:
-    """The model an adapter belongs to, with its additions. With a config.json the adapted model has a head of its own;
-    peft writes none, and the model stays as it is."""
+    """The base model of an adapter with its additions merged. An adapter of ours has a config.json and may have its own
+    head; adapters of peft have none and keep the base model as it is."""
     if verify and (manifest := hub.Manifest.read(path)) is not None:
         manifest.check(path)
     adapter = hub.Adapter.read(path)
@@ -104,13 +103,13 @@ def _load_adapted(path: Path, verify: bool) -> Model:
 
 @dataclass(frozen=True)
 class Description:
-    """What a directory holds, without its numbers having been read."""
+    """The content of a model directory, without its weights having been read."""
 
     provenance: hub.Provenance
     config: ModelConfig
     n_parameters: int
     dtypes: tuple[str, ...]
-    files: dict[str, int]  # every file and its size
+    files: dict[str, int]  # file name → size in bytes
     processor: Processor | None
     training_record: dict[str, Any] | None = None
 
@@ -135,8 +134,8 @@ class Description:
     def to_text(self) -> str:
         config, sizes = self.config, {} if self.processor is None else self.processor.sizes()
         checked = {
-            "verified": "verified: every file is as manifest.json says",
-            "unverified": "unverified: checked against no manifest.json, so damage to a file may go unnoticed",
+            "verified": "verified: every file matches manifest.json",
+            "unverified": "unverified: not checked against a manifest.json, so damage to a file may go unnoticed",
         }
         lines = [
             str(self.provenance.path),
@@ -154,11 +153,13 @@ class Description:
 
 
 def describe(path: str | Path, *, allow_pickle: bool = False, verify: bool = True) -> Description:
-    """Everything that ``load`` would check, and what it would find; of a training run, in the model it came to."""
-    if (run := find_run(path)) is not None:
-        if not run[0].model_folder.is_dir():
-            raise BadModelFile(f"{path} is a run that has not come to its end: it has no model yet, only checkpoints")
-        path = run[0].model_folder
+    """Check a directory as ``load`` does and describe it, without reading the weights; of a run, its final model."""
+    if (run_and_step := find_run(path)) is not None:
+        run, step = run_and_step
+        run.check_step(step)
+        if not run.model_folder.is_dir():
+            raise BadModelFile(f"{path} is an unfinished run: it has no model yet, only checkpoints")
+        path = run.model_folder
     if hub.is_adapter(path):
         model = load(path, verify=verify)
         dtypes = tuple(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
@@ -188,10 +189,10 @@ def _dtypes(weights: hub.Weights) -> tuple[str, ...]:
 
 
 def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_BYTES) -> Path:
-    """Write a directory that ``load`` opens and, where the architecture has a twin there, transformers too.
+    """Write a directory that ``load`` opens and, if transformers has an equivalent architecture, transformers too.
 
-    The directory appears whole or not at all: a crash leaves what was there before. It may replace one that ``save``
-    wrote, nothing else. Without a twin a warning in the log, and the card, say which fields stand in the way.
+    The directory is written atomically: a crash leaves the previous one. Only a directory written by ``save`` is
+    replaced. Without an equivalent, a warning and the model card name the fields that transformers does not support.
     """
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to save")
@@ -217,9 +218,11 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
             files[GENERATION] = origin.generation_config
         if index is not None:
             files[INDEX] = to_json(index)
-        files["config.json"] = to_json(dict(sorted(fields.items())))  # the order in which transformers writes them
+        files["config.json"] = to_json(dict(sorted(fields.items())))  # sorted as in transformers
         files["README.md"] = hub.model_card(model, written).encode()
+        files |= {} if written.obstacles else hub.write_embedding(model.config)
         for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             write_atomic(folder / name, content)
         hub.Manifest.of(folder, model.training_record).write(folder)
     return target
@@ -227,7 +230,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
 
 @dataclass(frozen=True)
 class _CheckedDirectory:
-    """A directory that has passed every check short of reading its numbers."""
+    """A directory that has passed every check that does not read the weights."""
 
     directory: hub.Directory
     fields: dict[str, Any]
@@ -255,26 +258,29 @@ def _check_directory(path: str | Path, allow_pickle: bool, verify: bool) -> _Che
     with _directory_in_errors(directory.root):
         fields = directory.config()
         weights = directory.weights(allow_pickle=allow_pickle)
-        # No foreign config says whether a pooler was saved with the encoder.
+        # Foreign configs do not say whether a pooler was saved with the encoder.
         fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
         resolved = hub.read_config(fields, directory.json(GENERATION) if directory.has(GENERATION) else None)
+        if embedding := hub.read_embedding(directory):
+            with wrong_values_as_bad_file(directory.root / "modules.json"):
+                resolved = replace(resolved, config=resolved.config.with_(**embedding))
         fitting = hub.fit(resolved.config, resolved.steps, weights.layout)
     return _CheckedDirectory(directory, fields, resolved, weights, fitting)
 
 
 def _retry_if_replaced(path: str | Path, read: Callable[[], T]) -> T:
-    """Read again when another process has saved over the directory meanwhile, so that files of two saves never mix."""
-    for _ in range(_MOST_TRIES):
-        before = _identity(path)
+    """Call ``read()`` again if another process replaces the directory meanwhile: files of two saves must not mix."""
+    for _ in range(_MAX_TRIES):
+        identity = _identity(path)
         try:
             result = read()
         except (BadModelFile, OSError):
-            if _identity(path) == before:
+            if _identity(path) == identity:
                 raise
         else:
-            if _identity(path) == before:
+            if _identity(path) == identity:
                 return result
-    raise BadModelFile(f"{path} was saved over {_MOST_TRIES} times while it was being read")
+    raise BadModelFile(f"{path} was replaced {_MAX_TRIES} times while it was being read")
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
@@ -287,7 +293,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 @contextmanager
 def _directory_in_errors(root: Path) -> Iterator[None]:
-    """Put the directory into the message of a BadModelFile that does not name it."""
+    """Add the directory to the message of a BadModelFile that does not name it."""
     try:
         yield
     except BadModelFile as error:
@@ -295,7 +301,7 @@ def _directory_in_errors(root: Path) -> Iterator[None]:
 
 
 def _tensors(model: Model, written: hub.WrittenConfig) -> dict[str, Tensor]:
-    """The state in the twin's names, each tensor with memory of its own; checked to fit when loaded again."""
+    """The state dict with the names of transformers, without shared memory; checked to load again."""
     state = {name: x.detach() for name, x in model.state_dict().items()}
     theirs = hub.to_theirs(written.steps, state)
     seen: set[int] = set()

@@ -13,14 +13,14 @@ from .foundation.checks import nearest_name
 
 @cache
 def load_presets() -> dict[str, dict[str, Any]]:
-    """Fields of ModelConfig by preset; the same dictionary every time."""
+    """Fields of ModelConfig by preset; cached."""
     return {
         name: check_fields("model", fields) for name, fields in load_package_data("presets.yaml")["presets"].items()
     }
 
 
 def preset(name: str, **fields: Any) -> ModelConfig:
-    """The config of that name, any field overridden."""
+    """The config of a preset, with ``fields`` overridden."""
     presets = load_presets()
     if name not in presets:
         nearest = nearest_name(name, presets, dotted=False)
@@ -34,6 +34,6 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name == "PRESETS":  # read when it is first asked for
+        if name == "PRESETS":  # read on first access
             return load_presets()
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

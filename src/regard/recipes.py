@@ -1,4 +1,4 @@
-"""Named training runs: a task, its data, its model and how it is trained. The table is recipes.yaml."""
+"""Recipes, named training runs: a task with its data, model and training fields. The table is recipes.yaml."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .presets import load_presets
 
 Recipe = dict[str, Any]
 TASKS: tuple[str, ...] = get_args(Task)
-_TASK_FIELDS = ("architecture", "source", "head")  # of a model, what TASK_MODELS is about
+_TASK_FIELDS = ("architecture", "source", "head")  # the fields of a model that TASK_MODELS lists
 
 
 class TaskStart(NamedTuple):
-    """What a task starts from."""
+    """The default recipe of a task, and an example of a data source."""
 
     recipe: str
-    source: str  # what a source of one's own looks like
+    source: str  # such as pairs.tsv
 
 
 class RecipeTable(NamedTuple):
@@ -36,7 +36,7 @@ class RecipeTable(NamedTuple):
 
 @cache
 def load_recipes() -> RecipeTable:
-    """Tasks and recipes; the same dictionaries every time."""
+    """Tasks and recipes; cached."""
     content = load_package_data("recipes.yaml")
     return RecipeTable(
         {task: TaskStart(**content["tasks"][task]) for task in TASKS},
@@ -53,7 +53,7 @@ def recipe(name: str) -> Recipe:
 
 
 def default_recipe(task: str) -> Recipe:
-    """What a task starts from."""
+    """The recipe that a task starts from."""
     if task not in TASKS:
         raise UsageError(f"there is no task {task!r}{did_you_mean(task, TASKS)} (all: {', '.join(TASKS)})")
     return recipe(load_recipes().tasks[task].recipe)
@@ -69,17 +69,17 @@ def run_config(
     model: str | Mapping[str, Any] | ModelConfig | None = None,
     train: Mapping[str, Any] | TrainConfig | None = None,
 ) -> RunConfig:
-    """A run: a recipe (``preset``, or the one its task starts from) changed by what else is given.
+    """The config of a run: a recipe (``preset``, or the default of the task) with overrides.
 
-    Later ones win: the recipe, a config file, the sections as Python values (``data`` may be a source, ``model`` the
-    name of a preset), and ``section.field=value`` words. The file may name the task and the preset.
+    In order of precedence, lowest first: the recipe, a config file, the sections as Python values (``data`` may be a
+    source, ``model`` the name of a preset), and ``section.field=value`` overrides. The file may name task and preset.
     """
     content = {} if config_file is None else load_config_file(config_file)
-    of_file = content.get("task")
-    if task is not None and of_file not in (None, task):
-        raise UsageError(f"{config_file} is for the task {of_file}, not for {task}")
+    file_task = content.get("task")
+    if task is not None and file_task not in (None, task):
+        raise UsageError(f"{config_file} is for the task {file_task}, not for {task}")
     preset = preset or content.get(PRESET)
-    task = task or of_file or (recipe(preset)["task"] if preset is not None else None)
+    task = task or file_task or (recipe(preset)["task"] if preset is not None else None)
     if task is None:
         raise UsageError(f"{config_file or 'the run'} names no task: task is one of {', '.join(TASKS)}")
     start = default_recipe(task)
@@ -88,20 +88,20 @@ def run_config(
     model_fields = {PRESET: model} if isinstance(model, str) else _fields_of(model)
     sections = {"data": _data_fields(data), "model": model_fields, "train": _fields_of(train)}
     values = {section: check_fields(section, fields) for section, fields in sections.items()}
-    given: list[Mapping[str, Any]] = [content, values, parse_overrides(overrides)]
-    if "n_channels" in _given_fields(given, "model"):  # typed, and therefore meant
-        given.insert(0, {"data": {"channels": "model"}})
-    fields = _merge_sections([start, *given])
+    layers: list[Mapping[str, Any]] = [content, values, parse_overrides(overrides)]
+    if "n_channels" in _explicit_fields(layers, "model"):  # explicit, so the images must not change it
+        layers.insert(0, {"data": {"channels": "model"}})
+    fields = _merge_sections([start, *layers])
     if (init := fields["train"].get("init")) is not None:
-        fields = _merge_with_initial_model(init, task, start, given, tune=preset is None)
+        fields = _merge_with_initial_model(init, task, start, layers, tune=preset is None)
     if (teacher := fields["train"].get("teacher")) is not None:
         config = _teacher_config(teacher, task)
-        if init is None and "tokenizer" not in _given_fields(given, "data"):
-            fields = _merge_with_teacher(config, start, given)
-    fields["model"] = _fit_to_task(task, fields["model"], _given_fields(given, "model"))
+        if init is None and "tokenizer" not in _explicit_fields(layers, "data"):
+            fields = _merge_with_teacher(config, start, layers)
+    fields["model"] = _fit_to_task(task, fields["model"], _explicit_fields(layers, "model"))
     if "source" not in fields["data"]:
-        like = f"data.source={load_recipes().tasks[task].source}"
-        raise UsageError(f"{preset or task} needs data.source: where its examples are, for instance {like}")
+        example = f"data.source={load_recipes().tasks[task].source}"
+        raise UsageError(f"{preset or task} needs data.source: where its examples are, for instance {example}")
     return RunConfig(
         task=cast(Task, task),
         data=build_section("data", DataConfig, fields["data"]),
@@ -111,9 +111,9 @@ def run_config(
 
 
 def _fit_to_task(task: str, model: dict[str, Any], typed: Collection[str]) -> dict[str, Any]:
-    """The model with the architecture and head that the task trains: a preset (BERT, GPT-2) gives the rest.
+    """The fields of a model preset (BERT, GPT-2) with the architecture and head that the task trains.
 
-    What was typed stays; then, or where the model reads something else or is recurrent, UsageError.
+    UsageError if that would change a field in ``typed``, or if the model reads another source or is recurrent.
     """
     known = TASK_MODELS[task]
     if _task_fields(model) in known:
@@ -128,7 +128,7 @@ def _fit_to_task(task: str, model: dict[str, Any], typed: Collection[str]) -> di
 
 
 def unfit_model(task: str, model: Mapping[str, Any]) -> str:
-    """The sentence about a model that the task cannot train, with the presets that it can."""
+    """The error message for a model that the task cannot train; it names presets that fit."""
     known = TASK_MODELS[task]
     rows = [row for row in zip(_TASK_FIELDS, known[0], _task_fields(model), strict=True) if row[1] != row[2]]
     needs, has = (", ".join(f"model.{row[0]}={row[i]}" for row in rows) for i in (1, 2))
@@ -145,17 +145,17 @@ def _merge_sections(layers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, 
 
 
 def _merge_with_initial_model(
-    init: str, task: str, start: Recipe, given: Sequence[Mapping[str, Any]], tune: bool
+    init: str, task: str, start: Recipe, layers: Sequence[Mapping[str, Any]], tune: bool
 ) -> dict[str, dict[str, Any]]:
-    """The sections with model and tokenizers of ``train.init`` in place of the recipe's, under what is given."""
+    """The sections with model and tokenizers of ``train.init`` in place of the recipe's, overridden by ``layers``."""
     from .training.initial_model import TOKEN_FIELDS, recipe_from_initial_model
 
     initial = recipe_from_initial_model(init, task, _merge_sections([start]), tune=tune)
-    fields, alone = _merge_sections([initial, *given]), _merge_sections(given)
-    if tune and alone["train"].get("lora") is not None and "lr" not in alone["train"]:
-        fields["train"]["lr"] *= 10  # low-rank additions begin at zero
-    if "tokenizer" not in alone["data"]:  # a model preset given beside it has other tokens
-        typed = _given_fields(given, "model")
+    fields, explicit = _merge_sections([initial, *layers]), _merge_sections(layers)
+    if tune and explicit["train"].get("lora") is not None and "lr" not in explicit["train"]:
+        fields["train"]["lr"] *= 10  # low-rank additions start at zero
+    if "tokenizer" not in explicit["data"]:  # a model preset does not change the vocabulary of train.init
+        typed = _explicit_fields(layers, "model")
         fields["model"] |= {name: initial["model"][name] for name in TOKEN_FIELDS if name not in typed}
     return fields
 
@@ -166,29 +166,30 @@ def _teacher_config(path: str, task: str) -> ModelConfig:
     config = read_initial_model(path)[0]
     if (config.architecture, config.source, config.head) not in TASK_MODELS[task]:
         has = f"architecture={config.architecture}, source={config.source} and head={config.head}"
-        raise UsageError(f"train.teacher={path} has {has}, so it is no model for the task {task}")
+        raise UsageError(f"train.teacher={path} has {has}, so it is not a model for the task {task}")
     return config
 
 
 def _merge_with_teacher(
-    teacher: ModelConfig, start: Recipe, given: Sequence[Mapping[str, Any]]
+    teacher: ModelConfig, start: Recipe, layers: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """The sections of a student, which has the tokens of its teacher instead of the recipe's."""
+    """The sections of a student, with the tokens of its teacher in place of the recipe's."""
     from .training.initial_model import TOKEN_FIELDS
 
     data = {name: value for name, value in start.get("data", {}).items() if name != "tokenizer"}
-    fields = _merge_sections([{**start, "data": data}, *given])
-    typed = _given_fields(given, "model")
+    fields = _merge_sections([{**start, "data": data}, *layers])
+    typed = _explicit_fields(layers, "model")
     fields["model"] |= {name: getattr(teacher, name) for name in TOKEN_FIELDS if name not in typed}
     return fields
 
 
-def _given_fields(given: Sequence[Mapping[str, Any]], section: str) -> set[str]:
-    return {name for layer in given for name in layer.get(section, {})}
+def _explicit_fields(layers: Sequence[Mapping[str, Any]], section: str) -> set[str]:
+    """The fields of a section that a config file, an argument or an override sets."""
+    return {name for layer in layers for name in layer.get(section, {})}
 
 
 def _fields_of(section: Mapping[str, Any] | Config | None) -> dict[str, Any]:
-    """Of a config every field, so that none of the recipe's shows through."""
+    """The fields of a section; of a Config all of them, so that none of the recipe's remain."""
     if isinstance(section, Config):
         return {name: getattr(section, name) for name in type(section).model_fields}
     return dict(section or {})
@@ -196,7 +197,7 @@ def _fields_of(section: Mapping[str, Any] | Config | None) -> dict[str, Any]:
 
 def _data_fields(data: str | Path | Sequence[str | Path] | Mapping[str, Any] | Config | None) -> dict[str, Any]:
     fields = _fields_of(data) if data is None or isinstance(data, Mapping | Config) else {"source": data}
-    for name in ("source", "valid"):  # files as people have them in Python
+    for name in ("source", "valid"):  # paths and lists of paths become strings
         value = fields.get(name)
         if isinstance(value, Path) or (isinstance(value, Sequence) and not isinstance(value, str)):
             fields[name] = str(value) if isinstance(value, Path) else ",".join(map(str, value))
@@ -204,7 +205,7 @@ def _data_fields(data: str | Path | Sequence[str | Path] | Mapping[str, Any] | C
 
 
 def _merge_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fields of one section, later layers over earlier ones; a model preset drops what stood before it."""
+    """Merge the fields of one section; later layers win, and a model preset discards all fields before it."""
     fields: dict[str, Any] = {}
     for layer in layers:
         if (name := layer.get(PRESET)) is not None:
@@ -217,13 +218,20 @@ def _merge_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def recipes_to_dict() -> dict[str, Any]:
-    """Tasks and recipes as JSON."""
+    """Tasks and recipes for JSON."""
     tasks, recipes = load_recipes()
-    return {"tasks": {task: start.recipe for task, start in tasks.items()}, "presets": recipes}
+    return {"tasks": {task: start.recipe for task, start in tasks.items()}, "presets": _plain(recipes)}
+
+
+def _plain(value: Any) -> Any:
+    """Convert nested Configs to dictionaries."""
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return value.model_dump(mode="json", exclude_unset=True) if isinstance(value, Config) else value
 
 
 def recipes_to_text() -> str:
-    """Tasks and recipes for people, fields as they would be typed."""
+    """Tasks and recipes as text, with fields as they are typed on the command line."""
     tasks, recipes = load_recipes()
     lines = ["tasks, and the preset each starts from"]
     lines += [f"  {task:16} {start.recipe}" for task, start in tasks.items()]
@@ -246,6 +254,6 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name == "RECIPES":  # read when it is first asked for
+        if name == "RECIPES":  # read on first access
             return load_recipes().recipes
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

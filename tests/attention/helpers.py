@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.attention import Additive, Concat, Dot, Frame, General, Linear, Linformer, Mechanism, Performer
 from regard.attention.biases import Bias
 from regard.attention.masks import Mask
-from regard.attention.mechanisms import CappedDot
+from regard.attention.mechanisms import CappedDot, Sigmoid
 
 DEVICES_HERE = ["cpu", *(["cuda"] if torch.cuda.is_available() else []), *(["mps"] if torch.mps.is_available() else [])]
 
@@ -72,6 +72,7 @@ class Squares(Dot):
 MECHANISMS: dict[str, Callable[[Sizes], Mechanism]] = {
     "dot": lambda n: Dot(),
     "capped-dot": lambda n: CappedDot(1.5),
+    "sigmoid": lambda n: Sigmoid(n.h, n.s),
     "general": lambda n: General(n.h, n.d),
     "additive": lambda n: Additive(n.h, n.d),
     "concat": lambda n: Concat(n.h, n.d),
@@ -107,6 +108,7 @@ class Problem:
     frame: Frame | None = None
     dropout: float = 0.0
     seed: int | None = None
+    sinks: Tensor | None = None
     weights: bool = False
 
     def with_(self, **changes: Any) -> Problem:
@@ -115,13 +117,14 @@ class Problem:
     @property
     def options(self) -> dict[str, Any]:
         """All but q, k and v."""
-        named = ("mechanism", "mask", "bias", "frame", "dropout", "seed", "weights")
+        named = ("mechanism", "mask", "bias", "frame", "dropout", "seed", "sinks", "weights")
         return {name: getattr(self, name) for name in named}
 
     @property
     def leaves(self) -> list[Tensor]:
         """Everything that gets a gradient."""
-        return [self.q, self.k, self.v, *parameters_of(self.mechanism, self.bias)]
+        sinks = [] if self.sinks is None else [self.sinks]
+        return [self.q, self.k, self.v, *sinks, *parameters_of(self.mechanism, self.bias)]
 
 
 def formula(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -140,9 +143,16 @@ def formula(problem: Problem) -> tuple[Tensor, Tensor]:
     scores = naive_scores(mechanism, q, k)
     if p.bias is not None:
         scores = scores + p.bias.dense(frame, mechanism.queries(p.q), mechanism.keys(p.k))  # those a score is made of
-    positive = scores if mechanism.normaliser == "linear" else torch.exp(scores - scores.detach().amax())
+    if mechanism.normaliser == "sigmoid":
+        weights = torch.where(allowed, 1 / (1 + torch.exp(-scores)), 0)
+        return weights @ v, weights
+    shift = scores.detach().amax()
+    positive = scores if mechanism.normaliser == "linear" else torch.exp(scores - shift)
     positive = torch.where(allowed, positive, 0)
-    weights = positive / positive.sum(-1, keepdim=True).clamp(min=1e-300 if q.dtype == torch.float64 else 1e-38)
+    total = positive.sum(-1, keepdim=True)
+    if p.sinks is not None:
+        total = total + torch.exp(p.sinks - shift)[:, None, None]
+    weights = positive / total.clamp(min=1e-300 if q.dtype == torch.float64 else 1e-38)
     return weights @ v, weights
 
 
@@ -172,6 +182,8 @@ def naive_scores(mechanism: Mechanism, q: Tensor, k: Tensor) -> Tensor:
     assert isinstance(mechanism, Dot)
     scale = 1 / math.sqrt(q.shape[-1]) if mechanism.scale is None else mechanism.scale
     scores = torch.einsum("bhid,bhjd->bhij", q, k) * scale
+    if isinstance(mechanism, Sigmoid):
+        return scores + mechanism.b[:, None, None]
     return torch.tanh(scores / mechanism.cap) * mechanism.cap if isinstance(mechanism, CappedDot) else scores
 
 

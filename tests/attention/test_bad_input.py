@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "width not divisible": (
         lambda: MultiHeadAttention(10, 3),
         ValueError,
-        "d_model=10 is not divisible by n_heads=3; give d_head to choose another width",
+        "d_model=10 is not divisible by n_heads=3; pass d_head to choose the head width",
     ),
     "q and k of different width": (
         ask(k=torch.randn(B, H, S, 3)),
@@ -71,12 +71,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "general for another width": (
         ask(mechanism=General(H, 5)),
         ValueError,
-        "mechanism 'general' is for q of head width 5, got 6",
+        "mechanism 'general' expects q of head width 5, got 6",
     ),
     "additive for another key width": (
         ask(mechanism=Additive(H, 6, d_key=2)),
         ValueError,
-        "mechanism 'additive' is for k of head width 2, got 6",
+        "mechanism 'additive' expects k of head width 2, got 6",
     ),
     "performer for another width": (
         ask(mechanism=Performer(8)),
@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "xl for another width": (
         ask(bias=XLRelative(H, 8)),
         ValueError,
-        "bias XLRelative has d_head=8, q has head width 6",
+        "bias XLRelative has d_head=8, but q has head width 6",
     ),
     "x of another width": (
         lambda: module(torch.randn(B, T, 20)),
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "d_memory without cross": (
         lambda: MultiHeadAttention(24, 4, d_memory=10),
         ValueError,
-        "d_memory=10 is for cross-attention; say cross=True",
+        "d_memory=10 applies to cross-attention only; pass cross=True",
     ),
     "not heads": (
         ask(q=torch.randn(T, D)),
@@ -122,22 +122,22 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "mask of numbers": (
         ask(mask=torch.ones(T, S, dtype=torch.long)),
         ValueError,
-        "from_dense wants booleans (True = may look), got torch.int64",
+        "from_dense needs booleans (True = may attend), got torch.int64",
     ),
     "mask of too many dimensions": (
         ask(mask=torch.ones(1, 1, 1, T, S, dtype=torch.bool)),
         ValueError,
-        "from_dense wants 2 to 4 dimensions, got shape (1, 1, 1, 5, 7)",
+        "from_dense needs 2 to 4 dimensions, got shape (1, 1, 1, 5, 7)",
     ),
     "padding of another batch": (
         ask(mask=masks.padding(torch.tensor([1, 2, 3]))),
         ValueError,
-        "mask padding(lengths) has 3 lengths, the batch is 2",
+        "mask padding(lengths) has 3 lengths, but the batch size is 2",
     ),
     "a part that does not fit": (
         ask(mask=masks.causal() & ~masks.padding(torch.tensor([1, 2, 3]))),
         ValueError,
-        "mask padding(lengths) has 3 lengths, the batch is 2",
+        "mask padding(lengths) has 3 lengths, but the batch size is 2",
     ),
     "keep that does not fit": (
         ask(mask=masks.valid_keys(torch.ones(B, T, dtype=torch.bool)) | masks.causal()),
@@ -147,17 +147,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "fractional lengths": (
         lambda: masks.padding(torch.tensor([1.0, 2.0])),
         ValueError,
-        "padding lengths must be whole numbers of shape (B,), got torch.float32 of shape (2,)",
+        "padding lengths must be integers of shape (B,), got torch.float32 of shape (2,)",
     ),
     "keep of numbers": (
         lambda: masks.valid_keys(torch.ones(2, 3)),
         ValueError,
-        "valid_keys wants booleans of shape (B, S), got torch.float32 of shape (2, 3)",
+        "valid_keys needs booleans of shape (B, S), got torch.float32 of shape (2, 3)",
     ),
     "documents unknown": (
         ask(mask=masks.document()),
         ValueError,
-        "mask document() needs a frame that knows its documents: frame.with_documents(...)",
+        "mask document() needs a frame with document ids: frame.with_documents(...)",
     ),
     "window of nothing": (lambda: masks.window(0), ValueError, "size=0 must be at least 1"),
     "window backwards": (lambda: masks.window(3, ahead=-1), ValueError, "window ahead=-1 must not be negative"),
@@ -174,13 +174,13 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "bias of shape (1, 4, 7, 5) does not fit (batch, heads, queries, keys) = (2, 4, 5, 7)",
     ),
-    "bias of other heads": (ask(bias=Alibi(8)), ValueError, "bias Alibi has n_heads=8, the queries have 4"),
-    "trainable bias of other heads": (ask(bias=T5Bias(2)), ValueError, "bias T5Bias has n_heads=2, the queries have 4"),
-    "xl of other heads": (ask(bias=XLRelative(2, D)), ValueError, "bias XLRelative has n_heads=2, the queries have 4"),
+    "bias of other heads": (ask(bias=Alibi(8)), ValueError, "bias Alibi has n_heads=8, but q has 4 heads"),
+    "trainable bias of other heads": (ask(bias=T5Bias(2)), ValueError, "bias T5Bias has n_heads=2, but q has 4 heads"),
+    "xl of other heads": (ask(bias=XLRelative(2, D)), ValueError, "bias XLRelative has n_heads=2, but q has 4 heads"),
     "bias of whole numbers": (
         lambda: DenseBias(torch.zeros(2, 2, dtype=torch.long)),
         ValueError,
-        "DenseBias wants 2 to 4 floating dimensions, got torch.int64 (2, 2)",
+        "DenseBias needs a floating-point tensor of 2 to 4 dimensions, got torch.int64 of shape (2, 2)",
     ),
     "odd buckets": (lambda: T5Bias(H, n_buckets=7), ValueError, "n_buckets=7 must be even and at least 4"),
     "max_distance too small": (
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "heads that do not group": (
         ask(k=torch.randn(B, 3, S, D), v=torch.randn(B, 3, S, D)),
         ValueError,
-        "q has 4 heads, which 3 key heads cannot share evenly",
+        "q has 4 heads, which is not a multiple of the 3 key heads",
     ),
     "module heads that do not group": (
         lambda: MultiHeadAttention(24, 4, n_kv_heads=3),
@@ -271,43 +271,43 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "general for other heads": (
         ask(mechanism=General(2, D)),
         ValueError,
-        "mechanism 'general' has n_heads=2, q has 4 heads",
+        "mechanism 'general' has n_heads=2, but q has 4 heads",
     ),
     "additive for other heads": (
         ask(mechanism=Additive(8, D)),
         ValueError,
-        "mechanism 'additive' has n_heads=8, q has 4 heads",
+        "mechanism 'additive' has n_heads=8, but q has 4 heads",
     ),
     "linformer for other heads": (
         ask(mechanism=Linformer(S, 2, n_heads=3)),
         ValueError,
-        "Linformer has n_heads=3, k has 4 heads",
+        "Linformer has n_heads=3, but k has 4 heads",
     ),
     # lengths and batches
     "no queries": (
         ask(q=torch.randn(B, H, 0, D)),
         ValueError,
-        "q has length 0 in shape (2, 4, 0, 6); there is nothing to attend with",
+        "q is empty: length is 0 in shape (2, 4, 0, 6)",
     ),
     "no keys": (
         ask(k=torch.randn(B, H, 0, D), v=torch.randn(B, H, 0, D)),
         ValueError,
-        "k has length 0 in shape (2, 4, 0, 6); there is nothing to attend with",
+        "k is empty: length is 0 in shape (2, 4, 0, 6)",
     ),
     "no width": (
         ask(q=torch.randn(B, H, T, 0), k=torch.randn(B, H, S, 0)),
         ValueError,
-        "q has width 0 in shape (2, 4, 5, 0); there is nothing to attend with",
+        "q is empty: width is 0 in shape (2, 4, 5, 0)",
     ),
     "no batch": (
         ask(q=torch.randn(0, H, T, D)),
         ValueError,
-        "q has batch 0 in shape (0, 4, 5, 6); there is nothing to attend with",
+        "q is empty: batch is 0 in shape (0, 4, 5, 6)",
     ),
     "no tokens": (
         lambda: module(torch.randn(B, 0, 24)),
         ValueError,
-        "q has length 0 in shape (2, 4, 0, 6); there is nothing to attend with",
+        "q is empty: length is 0 in shape (2, 4, 0, 6)",
     ),
     "k and v of different length": (ask(v=torch.randn(B, H, T, D)), ValueError, "k has length 7 but v has 5"),
     "another batch": (
@@ -318,7 +318,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "linformer too short": (
         ask(mechanism=Linformer(4, 2)),
         ValueError,
-        "Linformer has length=4, the keys reach 7",
+        "Linformer has length=4, but the keys need 7",
     ),
     "a frame for others": (
         ask(frame=Frame.aligned(B, H, T, T)),
@@ -329,59 +329,60 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "NaN in q": (
         ask(q=torch.full((B, H, T, D), math.nan), check=True),
         ValueError,
-        "q holds 240 values that are not finite, the first, nan, at (0, 0, 0, 0)",
+        "q has 240 non-finite values; the first is nan at (0, 0, 0, 0)",
     ),
     "infinity in v": (
         ask(v=INFINITE, check=True),
         ValueError,
-        "v holds 6 values that are not finite, the first, -inf, at (1, 2, 3, 0)",
+        "v has 6 non-finite values; the first is -inf at (1, 2, 3, 0)",
     ),
     "scale twice": (
         ask(mechanism=Linear(), scale=0.5),
         ValueError,
-        "scale=0.5 goes with the scaled dot product; mechanism='linear' has its own",
+        "scale=0.5 applies only to the scaled dot product, not to mechanism='linear'",
     ),
     # backends
     "unknown backend": (
         ask(backend="tiledd"),
         ValueError,
-        "backend='tiledd' is none of reference, tiled, sdpa, triton, flex, linear, auto; did you mean 'tiled'?",
+        "backend='tiledd' is not one of reference, tiled, sdpa, triton, flex, linear, auto; did you mean 'tiled'?",
     ),
     "unlike any backend": (
         ask(backend="xyz"),
         ValueError,
-        "backend='xyz' is none of reference, tiled, sdpa, triton, flex, linear, auto",
+        "backend='xyz' is not one of reference, tiled, sdpa, triton, flex, linear, auto",
     ),
     "weights from a backend that cannot": (
         ask(weights=True, backend="sdpa"),
         ValueError,
-        "backend='sdpa' cannot do weights (mechanism 'dot' on cpu, forward); these can: reference",
+        "backend='sdpa' does not support weights (mechanism 'dot' on cpu, forward); these do: reference",
     ),
     "a bias that reads content": (
         lambda: attend(**heads(), bias=XLRelative(H, D).requires_grad_(False), backend="sdpa"),
         ValueError,
-        "backend='sdpa' cannot do content bias (mechanism 'dot' on cpu, forward); these can: reference, tiled",
+        "backend='sdpa' does not support content bias (mechanism 'dot' on cpu, forward); these do: reference, tiled",
     ),
     "a mechanism a backend does not know": (
         ask(mechanism=Linear(), backend="flex"),
         ValueError,
-        "backend='flex' cannot do this mechanism (mechanism 'linear' on cpu, forward); these can: reference, linear",
+        "backend='flex' does not support this mechanism (mechanism 'linear' on cpu, forward);"
+        " these do: reference, linear",
     ),
     "no backend at all": (
         ask(mechanism=Linear(), bias=Alibi(H)),
         ValueError,
-        "no backend can do bias (mechanism 'linear' on cpu, forward)",
+        "no backend supports bias (mechanism 'linear' on cpu, forward)",
     ),
     "a seed where there is none": (
         ask(dropout=0.5, seed=1, backend="sdpa"),
         ValueError,
-        "backend='sdpa' cannot do seed (mechanism 'dot' on cpu, forward); these can: reference, tiled",
+        "backend='sdpa' does not support seed (mechanism 'dot' on cpu, forward); these do: reference, tiled",
     ),
     # modules
     "memory for self-attention": (
         lambda: module(X, X),
         ValueError,
-        "memory was given to self-attention; build it with cross=True to look elsewhere",
+        "memory was given to self-attention; cross-attention needs cross=True",
     ),
     "no memory for cross-attention": (
         lambda: module(X, cross=True),
@@ -391,12 +392,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "frame and cache": (
         lambda: module(X, frame=Frame.aligned(B, 4, T, T), cache=GrowingCache()),
         ValueError,
-        "frame and cache both say where the tokens stand; give one of them",
+        "frame and cache both define the positions; pass only one of them",
     ),
     "frame and positions": (
         lambda: module(X, frame=Frame.aligned(B, 4, T, T), positions=torch.arange(T)),
         ValueError,
-        "frame and positions both say where the tokens stand; give one of them",
+        "frame and positions both define the positions; pass only one of them",
     ),
     "another cache for cross": (
         lambda: module(X, X, cross=True, cache=GrowingCache()),
@@ -406,7 +407,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a cross cache for self": (
         lambda: module(X, cache=CrossCache()),
         TypeError,
-        "cache is a CrossCache, which never takes in new tokens; self-attention needs another",
+        "cache is a CrossCache, which does not add new tokens; self-attention needs another cache",
     ),
 }
 

@@ -92,6 +92,12 @@ def some_bias(kind: Callable[..., torch.nn.Module]) -> Callable[[Problem], Probl
     return add
 
 
+def some_sinks(p: Problem) -> Problem:
+    """Another logit for each head."""
+    sinks = torch.linspace(-1, 1, p.q.shape[1], dtype=p.q.dtype, device=p.q.device)
+    return p.with_(sinks=sinks)
+
+
 def shared_heads(p: Problem) -> Problem:
     """Half as many key heads as query heads."""
     half = p.q.shape[1] // 2
@@ -106,6 +112,7 @@ ASK: dict[str, Callable[[Problem], Problem]] = {
     "bias": some_bias(Alibi),
     "trainable bias": some_bias(T5Bias),
     "content bias": some_bias(XLRelative),
+    "sinks": some_sinks,
     "gqa": shared_heads,
     "dropout": lambda p: p.with_(dropout=0.4),
     "seed": lambda p: p.with_(dropout=0.4, seed=11),
@@ -133,7 +140,8 @@ def problem_for(mechanism: str, device: str, dtype: torch.dtype, sizes: Sizes, *
 
 def trainable(p: Problem) -> Problem:
     """The same problem, its inputs asking for gradients."""
-    return p.with_(**{name: getattr(p, name).detach().clone().requires_grad_() for name in ("q", "k", "v")})
+    names = ("q", "k", "v") if p.sinks is None else ("q", "k", "v", "sinks")
+    return p.with_(**{name: getattr(p, name).detach().clone().requires_grad_() for name in names})
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -206,7 +214,7 @@ def assert_same_gradients(outputs: tuple[Tensor, ...], wanted: tuple[Tensor, ...
 
 def assert_asks(p: Problem, c: Case) -> None:
     """That this problem is about the capability it is meant to exercise."""
-    call = prepare(p.q, p.k, p.v, p.mask, p.bias, None, p.mechanism, p.frame, p.dropout, p.seed)
+    call = prepare(p.q, p.k, p.v, p.mask, p.bias, None, p.mechanism, p.frame, p.dropout, p.seed, sinks=p.sinks)
     linformer_hides_padding = c.mechanism == "linformer" and c.feature == "padding"  # done before the call
     assert c.feature in features_of(call, p.weights) or linformer_hides_padding
     assert p.mechanism.name == c.mechanism
@@ -302,14 +310,20 @@ def expected_on_cpu(kind: str, direction: str, feature: str) -> list[str]:
     softmax, biased = kind in ("dot", "capped", "additive", "scores"), feature in ("bias", "trainable bias")
     padded = feature in ("plain", "padding", "gqa")
     dropped = feature in ("dropout", "seed")
-    fits_summary = kind == "summary" and (padded or dropped)
+    fits_summary = kind == "summary" and (padded or dropped or feature == "sinks")
     positive = kind in ("kernel", "shares") and (masked or dropped or feature == "weights")
+    by_itself = kind == "sigmoid" and feature not in ("sinks", "weights")
     found = {
-        "reference": softmax or positive or fits_summary or (kind == "summary" and feature == "weights"),
-        "tiled": (softmax and feature != "weights") or fits_summary,
-        "sdpa": (kind == "dot" and (masked or biased or feature == "dropout"))
-        or (kind == "summary" and (padded or feature == "dropout")),
-        "flex": kind == "dot" and direction == "forward" and (masked or biased),
+        "reference": softmax
+        or by_itself
+        or (kind, feature) == ("sigmoid", "weights")
+        or positive
+        or fits_summary
+        or (kind == "summary" and feature == "weights"),
+        "tiled": (softmax and feature != "weights") or by_itself or fits_summary,
+        "sdpa": (kind == "dot" and (masked or biased or feature in ("sinks", "dropout")))
+        or (kind == "summary" and (padded or feature in ("sinks", "dropout"))),
+        "flex": kind == "dot" and direction == "forward" and (masked or biased or feature == "sinks"),
         "linear": kind == "kernel" and feature in ("plain", "causal", "padding", "gqa"),
     }
     return [backend for backend, able in found.items() if able]
@@ -329,11 +343,11 @@ def assert_refused(c: Case) -> None:
     with torch.set_grad_enabled(c.direction == "backward"), pytest.raises(ValueError) as refused:  # noqa: PT011
         attend(p.q, p.k, p.v, backend=c.backend, **p.options)
     if c.mechanism == "linformer" and c.feature in ("causal", "mask"):
-        assert "can only be padding(lengths)" in str(refused.value)
+        assert "can only be padding, got" in str(refused.value)
         return
     can = expected_on_cpu(KIND_OF[c.mechanism], c.direction, c.feature)
-    assert str(refused.value).startswith(f"backend={c.backend!r} cannot do ")
-    assert str(refused.value).endswith(f"these can: {', '.join(can) or 'none'}")
+    assert str(refused.value).startswith(f"backend={c.backend!r} does not support ")
+    assert str(refused.value).endswith(f"these do: {', '.join(can) or 'none'}")
     assert c.backend not in can
 
 
@@ -369,7 +383,12 @@ def differently(x: Tensor, start: int) -> Tensor:
     return other
 
 
-@pytest.mark.parametrize("pair", pairs_with())
+def normalised(pairs: list[Any]) -> list[Any]:
+    """Sigmoid attention divides by no sum."""
+    return [pair for pair in pairs if pair.values[0][1] != "sigmoid"]
+
+
+@pytest.mark.parametrize("pair", normalised(pairs_with()))
 def test_weights_sum_to_one(pair: Pair) -> None:
     """Averages of ones are ones. Linformer's F mixes the values first: there F v is made of ones."""
     p = setting(pair)
@@ -379,7 +398,7 @@ def test_weights_sum_to_one(pair: Pair) -> None:
     close(output(p.with_(v=ones.detach()), pair), torch.ones_like(p.q))
 
 
-@pytest.mark.parametrize("pair", pairs_with("weights"))
+@pytest.mark.parametrize("pair", normalised(pairs_with("weights")))
 def test_returned_weights_sum_to_one(pair: Pair) -> None:
     p = setting(pair, "weights")
     weights = attend(p.q, p.k, p.v, backend=pair[0], **p.options).weights
@@ -579,7 +598,7 @@ def test_auto_finds_a_backend_wherever_one_is_declared(mechanism: str, feature: 
     p = problem_for(mechanism, "cpu", torch.float64, Sizes(), feature)
     declared = capable_backends(KIND_OF[mechanism], "cpu", "forward", frozenset({feature}))
     if not declared:
-        with pytest.raises(ValueError, match=r"^no backend can do |can only be padding"):
+        with pytest.raises(ValueError, match=r"^no backend supports |can only be padding"):
             attend(p.q, p.k, p.v, **p.options)
         return
     with torch.no_grad():

@@ -433,7 +433,7 @@ def test_traces_without_a_break(mask: Mask | None) -> None:
         (
             lambda q: attend(q, q, q, mask=masks.window(2), mechanism=Linear(), backend="linear"),
             ValueError,
-            "'linear' cannot do mask .* these can: reference",
+            "'linear' does not support mask .* these do: reference",
         ),
         (lambda q: attend(q, q, q, scale=2.0, mechanism=Linear()), ValueError, "scale=2.0"),
     ],

@@ -521,18 +521,18 @@ def test_what_starts_at_one_query_costs_one_stripe() -> None:
 @pytest.mark.parametrize(
     ("ask", "sentence"),
     [
-        (lambda map: map.row(T), f"rows={T} is outside of a map that has {T}"),
-        (lambda map: map.tile(0, [0, -S - 1]), f"cols={-S - 1} is outside of a map that has {S}"),
+        (lambda map: map.row(T), f"rows={T} is out of range for size {T}"),
+        (lambda map: map.tile(0, [0, -S - 1]), f"cols={-S - 1} is out of range for size {S}"),
         (
             lambda map: map.tile(torch.zeros(2, 2).long()),
-            r"rows must be whole numbers in one dimension, got .*\(2, 2\)",
+            r"rows must be integers in one dimension, got .*\(2, 2\)",
         ),
         (lambda map: map.top(S + 1), f"top k={S + 1} must lie between 1 and the {S} keys"),
         (lambda map: map.pooled(T + 1, 1), f"pooled h={T + 1} must lie between 1 and the {T} queries"),
         (lambda map: map.pooled(1, 0), f"pooled w=0 must lie between 1 and the {S} keys"),
         (lambda map: map.pooled(1, 1, "median"), "reduce='median' is neither 'mean' nor 'max'"),
-        (lambda map: map.head(B, 0), f"batch={B} is outside of a map that has {B}"),
-        (lambda map: map.part(heads=slice(0, 0)), f"heads=.* must be one or several neighbours out of {H}"),
+        (lambda map: map.head(B, 0), f"batch={B} is out of range for size {B}"),
+        (lambda map: map.part(heads=slice(0, 0)), f"heads=.* must be one index or a contiguous range within {H}"),
         (lambda map: map.push(torch.zeros(B, H, T)), f"does not fit .* = \\({B}, {H}, any, {T}\\)"),
         (lambda map: map.push(torch.zeros(B, H, 1, T), stay=True), f"got {S} keys and {T} queries"),
     ],
@@ -547,10 +547,10 @@ def test_bad_maps() -> None:
     q, k = heads(B, H, T, D), heads(B, G, S, D)
     with pytest.raises(ValueError, match=r"lse of shape \(1,\) does not fit"):
         AttentionMap(q, k, lse=torch.zeros(1))
-    with pytest.raises(ValueError, match="q has 4 heads, which 3 key heads cannot share evenly"):
+    with pytest.raises(ValueError, match="q has 4 heads, which is not a multiple of the 3 key heads"):
         AttentionMap(q, heads(B, 3, S, D))
     for prepared in (True, False):
-        with pytest.raises(ValueError, match=r"scale=1\.0 goes with the scaled dot product"):
+        with pytest.raises(ValueError, match=r"scale=1\.0 applies only to the scaled dot product"):
             AttentionMap(q, k, scale=1.0, mechanism=Linear(), prepared=prepared)
     with pytest.raises(ValueError, match="mask from_dense"):
         AttentionMap(q, k, torch.ones(2, 2, dtype=torch.bool), prepared=True)

@@ -153,7 +153,7 @@ def test_stationary_of_a_graph_that_swings_and_of_one_that_only_looks_back() -> 
     (map,), _ = layers_of(1, mask=masks.causal())
     start = F.one_hot(torch.tensor(0), T).double().expand(B, H, T)
     close(stationary(map, tolerance=1e-12), start, 1e-9)
-    with pytest.raises(RuntimeError, match=r"stationary still moves by .* after max_steps=2"):
+    with pytest.raises(RuntimeError, match=r"stationary still changes by .* after max_steps=2"):
         stationary(map, max_steps=2)
 
 
@@ -227,17 +227,17 @@ def test_flow_at_length_never_holds_a_matrix() -> None:
 @pytest.mark.parametrize(
     ("ask", "sentence"),
     [
-        (lambda x: smoother(x, x, x, kernel="box"), "kernel='box' is none of exp, gaussian"),
+        (lambda x: smoother(x, x, x, kernel="box"), "kernel='box' is not one of exp, gaussian"),
         (lambda x: smoother(x, x, x, 0.0), r"bandwidth=0\.0 must be positive"),
         (lambda x: retrieve((x, x), 0, T + 1), f"retrieve k={T + 1} must lie between 1 and the {T} keys"),
-        (lambda x: walk(x.softmax(-1), 1), rf"weights of shape \({B}, {H}, {T}, {D}\) lead from tokens to others"),
+        (lambda x: walk(x.softmax(-1), 1), rf"weights of shape \({B}, {H}, {T}, {D}\) are not square"),
         (lambda x: walk(AttentionMap(x, x[:, :, :3]), 1), "a walk needs T × T"),
-        (lambda x: walk(x @ x.mT, 1), "rows of weights must sum to 1, or to 0 where nothing is seen; one sums to"),
+        (lambda x: walk(x @ x.mT, 1), "rows of weights must sum to 1, or to 0 if fully masked; one sums to"),
         (lambda x: walk(stochastic(T, T), -1), "walk steps=-1 must not be negative"),
-        (lambda x: walk(stochastic(T, T), 1, T), f"start={T} is outside of a map that has {T}"),
+        (lambda x: walk(stochastic(T, T), 1, T), f"start={T} is out of range for size {T}"),
         (
             lambda x: walk(stochastic(T, T), 1, torch.ones(3)),
-            rf"start of shape \(3,\) is no distribution over {T} tokens",
+            rf"start of shape \(3,\) is not a distribution over {T} tokens",
         ),
         (lambda x: rollout([]), "layers is empty"),
         (lambda x: rollout([stochastic(1, 1, 3, 3)], 1.5), r"residual=1\.5 must lie in \[0, 1\]"),
@@ -247,7 +247,7 @@ def test_flow_at_length_never_holds_a_matrix() -> None:
         ),
         (
             lambda x: flow_to([stochastic(1, 1, 3, 3), stochastic(1, 1, 4, 4)], 0),
-            r"layers\[1\] has \(batch, length\) = \(1, 4\), layers\[0\] has \(1, 3\)",
+            r"layers\[1\] has \(batch, length\) = \(1, 4\), but layers\[0\] has \(1, 3\)",
         ),
     ],
 )

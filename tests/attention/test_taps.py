@@ -213,7 +213,7 @@ def test_a_model_that_is_one_attention() -> None:
 
 def test_one_recorder_at_a_time() -> None:
     model = Model()
-    with record(model), pytest.raises(RuntimeError, match=r"record\(\) is already on"), record(model):
+    with record(model), pytest.raises(RuntimeError, match=r"record\(\) is already active"), record(model):
         pass
     with record(model):  # and the refusal left nothing behind
         pass
@@ -232,9 +232,9 @@ def test_what_is_asked_for_has_to_be_there() -> None:
     with record(model) as rec:
         model(*inputs)
         model(*inputs)
-    with pytest.raises(KeyError, match=r"no attention was recorded at 'layers\.9'; there is layers\.0\.attention, "):
+    with pytest.raises(KeyError, match=r"no attention was recorded at 'layers\.9'; recorded: layers\.0\.attention, "):
         rec.map("layers.9")
-    with pytest.raises(ValueError, match=r"2 calls at 'layers\.0\.cross' do not share a cache; say which step"):
+    with pytest.raises(ValueError, match=r"2 calls at 'layers\.0\.cross' do not share a cache; select one with step="):
         rec.map("layers.0.cross")
 
 
@@ -570,7 +570,9 @@ def test_a_memory_is_looked_at_as_it_was_at_every_step() -> None:
     first, second, third = (seen.memory for seen in rec.attentions["attention"])
     assert first is second, "beams of one source: kept once"
     assert first is not third
-    with pytest.raises(ValueError, match="the memory is not the same in all 3 calls at 'attention'; say which step"):
+    with pytest.raises(
+        ValueError, match="the memory is not the same in all 3 calls at 'attention'; select one with step="
+    ):
         rec.map("attention")
 
 
@@ -578,7 +580,7 @@ def test_steps_have_to_be_there() -> None:
     attention, cache = MultiHeadAttention(M, H), GrowingCache()
     with torch.no_grad(), record(attention) as rec:
         attention(torch.randn(B, T, M), cache=cache)
-    with pytest.raises(ValueError, match=r"picks none of the 1 calls at 'attention'"):
+    with pytest.raises(ValueError, match=r"selects none of the 1 calls at 'attention'"):
         rec.map("attention", slice(1, None))
 
 
@@ -654,7 +656,7 @@ def test_summaries_that_change_have_no_common_map() -> None:
     with torch.no_grad(), record(attention) as rec:
         for part in torch.randn(B, T, M).split([3, 4], dim=1):
             attention(part, cache=cache)
-    with pytest.raises(ValueError, match="'linformer' sums up its keys anew at every step"):
+    with pytest.raises(ValueError, match="'linformer' summarises its keys anew at every step"):
         rec.map("attention")
 
 

@@ -50,14 +50,25 @@ def test_as_a_document_and_as_a_table(pairs: Path) -> None:
     table = found.to_text()
     for part in (
         "train 6, valid 3; held out: files of their own",
-        "1 training examples repeat another exactly, 2 its source side",
-        "2 held-out source sides are in train too, 1 whole examples",
-        "2 examples longer than max_len=3 are left out, whole",
+        "1 training examples repeat an earlier one, 2 repeat its source side",
+        "2 held-out source sides are also in train, 1 whole examples",
+        "2 examples longer than max_len=3 are left out",
         "1 of 10 lines were bad and left out",
         "train.tsv:8: wrong column count: 1 instead of 2",
         "a → x",
     ):
         assert part in table
+
+
+def test_a_question_counts_its_longest_passage(tmp_path: Path) -> None:
+    passages = [["ab", "abcdefgh"], ["abc"], ["a", "ab", "abcdefg"]]
+    rows = [{"question": f"q{n}", "answer": "yes", "passages": texts} for n, texts in enumerate(passages)]
+    (tmp_path / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(tmp_path / "qa.jsonl", kind="questions", valid_fraction=0)
+    found = describe(source, train_tokenizer(["a"], "bytes"), max_len=5)
+    assert found.tokens["passage"].total == 2 + 8 + 3 + 1 + 2 + 7
+    assert found.losses is not None
+    assert (found.losses.n_longer, found.losses.tokens_lost) == (2, 3 + 2)
 
 
 def test_a_source_held_out_by_hash_never_leaks(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_numeric_labels_sort_as_numbers_and_csv_cells_may_hold_line_ends(tmp_pat
 
 def test_three_unnamed_columns_are_asked_about_and_named_ones_ignored(tmp_path: Path) -> None:
     path = write(tmp_path / "p.tsv", "Go.\t가.\tby CM\nHi.\t안녕.\n")
-    with pytest.raises(ValueError, match="has 3 columns without names; say which to take: columns=0,1"):
+    with pytest.raises(ValueError, match="has 3 columns without names; say which to use: columns=0,1"):
         open_source(path)
     assert whole(path, columns=(0, 1)) == PAIRS[:2]
     with pytest.raises(ValueError, match=r"columns has 'x', but .* has the columns Go\., 가\., by CM"):
@@ -255,9 +255,9 @@ def test_bad_csv_records_are_named_by_the_line_they_start_in(tmp_path: Path) -> 
 def test_an_unknown_label_is_a_bad_line_also_in_valid(tmp_path: Path) -> None:
     train = write(tmp_path / "train.tsv", "text\tlabel\nx\ta\ny\tb\n")
     valid = write(tmp_path / "valid.tsv", "text\tlabel\nz\tc\n")
-    with pytest.raises(BadData, match=r"valid\.tsv:2: unknown label: 'c' is none of a, b"):
+    with pytest.raises(BadData, match=r"valid\.tsv:2: unknown label: 'c' is not one of a, b"):
         open_source(train, valid=valid)
-    with pytest.raises(BadData, match=r"train\.tsv:3: unknown label: 'b' is none of a, z"):
+    with pytest.raises(BadData, match=r"train\.tsv:3: unknown label: 'b' is not one of a, z"):
         open_source(train, labels="a,z")
     assert DataConfig(labels="1,0", columns="0,text").labels == ("1", "0")
     assert DataConfig(labels="1,0", columns="0,text").columns == (0, "text")
@@ -267,8 +267,8 @@ def test_an_unknown_label_is_a_bad_line_also_in_valid(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("x.tsv", b"\xff\xfeG\0o\0\xff", "is not UTF-16 text"),
-        ("x.tsv.gz", gzip.compress(b"a\tb\n" * 1000, mtime=0)[:-9], "is not a whole gzip file"),
-        ("x.tsv.gz", b"not gzip", "is not a whole gzip file"),
+        ("x.tsv.gz", gzip.compress(b"a\tb\n" * 1000, mtime=0)[:-9], "is not a complete gzip file"),
+        ("x.tsv.gz", b"not gzip", "is not a complete gzip file"),
         ("x.tsv", b"", "has no example to train on"),
         ("x.json", b"{", "is not JSON"),
     ],
@@ -431,10 +431,10 @@ def test_idx_files(tmp_path: Path) -> None:
     [
         (b"\0\0", "is not an IDX file"),
         (b"\0\0\x0d\x01\0\0\0\x01\0\0\0\0", "is not an IDX file of bytes"),
-        (b"\0\0\x08\x01\0\0", "ends in its header"),
-        (b"\0\0\x08\x01\0\0\0\x04abc", "says it holds 4 bytes, but has 3"),
-        (b"\0\0\x08\x01\0\0\0\x02abc", "says it holds 2 bytes, but has more"),
-        (b"\0\0\x08\x02\xff\xff\xff\xff\xff\xff\xff\xff", "says it holds 18,446,744,065,119,617,025 bytes, more than"),
+        (b"\0\0\x08\x01\0\0", "ends within its header"),
+        (b"\0\0\x08\x01\0\0\0\x04abc", "declares 4 bytes, but has 3"),
+        (b"\0\0\x08\x01\0\0\0\x02abc", "declares 2 bytes, but has more"),
+        (b"\0\0\x08\x02\xff\xff\xff\xff\xff\xff\xff\xff", "declares 18,446,744,065,119,617,025 bytes, more than"),
     ],
 )
 def test_bad_idx_files(tmp_path: Path, content: bytes, message: str) -> None:
@@ -510,7 +510,7 @@ def test_hugging_face_datasets(
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(RegardError, match="read by datasets, which is not installed"):
+    with pytest.raises(RegardError, match="needs datasets, which is not installed"):
         open_source("hf:someone/something")
 
 
@@ -532,7 +532,7 @@ def test_an_embedded_corpus_is_a_source() -> None:
     assert source.train[-1] == Pair("train 49", "49")
     with pytest.raises(IndexError):
         source.train[50]
-    with pytest.raises(ValueError, match="deduplicated means nothing to the embedded corpus counting"):
+    with pytest.raises(ValueError, match="deduplicated does not apply to the embedded corpus counting"):
         open_source(Counting(), deduplicated="exact")
 
 

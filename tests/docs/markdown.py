@@ -43,8 +43,9 @@ class Block:
 
 
 def documents() -> list[Path]:
-    """Every page that is written for people who use regard."""
-    return [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
+    """Every page that is written for people who use regard; contributing.md is for those who change it."""
+    pages = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "contributing.md"]
+    return [*sorted(ROOT.glob("README*.md")), *pages, ROOT / "examples" / "README.md"]
 
 
 def name_of(file: Path) -> str:

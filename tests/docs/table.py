@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from processor import HAS_VNNI
+
 # ------------------------------------------------------------------------------------- run, but smaller
 
 _FEW_STEPS = "train.steps=3 train.warmup=1 train.samples=0 train.eval_examples=2 train.log_every=1"
@@ -45,6 +47,7 @@ SMALLER: dict[str, str] = {
         "data.epoch_examples=40 data.valid_rows=8 train.eval_batches=2"
     ),
     "regard circuit": "--pairs 1 --steps 1",
+    "regard lens": "--steps 1 --limit 4",
     "regard train mlm": f"{_TEXT} data.vocab_size=320 train.eval_batches=2",
     "regard train sft": f"{_TEXT} data.vocab_size=320",
     "regard train dpo": f"{_TEXT} data.vocab_size=320",
@@ -54,10 +57,22 @@ SMALLER: dict[str, str] = {
     "regard train classify": f"{_TEXT} data.vocab_size=320",
     "regard train tag": f"{_TEXT} data.vocab_size=320",
     "regard train caption": f"{_IMAGES} model.max_len=32 data.max_len=32 data.valid_rows=4 data.epoch_examples=64",
+    "regard train embed": f"{_TEXT} data.vocab_size=320",
+    "regard train electra": f"{_TEXT} data.vocab_size=320 train.eval_batches=2 model.generator_width=16",
+    "regard embed": "",
+    "regard train answer": f"{_TEXT} data.vocab_size=320",
+    "regard index": "",
+    "regard answer": "--max-new-tokens 6",
+    "regard train contrast": (
+        f"{_IMAGES} model.image_size=16 model.patch_size=8 model.max_len=32 data.max_len=32 data.valid_rows=4 "
+        "data.epoch_examples=64"
+    ),
     "regard eval": "--limit 4",
     "regard average": "",
     "regard export": "--shapes 2 --no-compile --same-text 0",
     "regard bench attention": "--lengths 64,128 --mechanisms sdpa --heads 2 --width 16 --out runs/bench",
+    "regard bench serve": "--clients 1 --requests 2 --max-tokens 2 --device cpu",
+    "regard serve --new-key": "",
     "regard bench generate": "--batch 1 --beam 1 --weights fp32 --new 4",
     "regard generate": "--max-new-tokens 8",
     "regard translate": "",
@@ -77,6 +92,7 @@ SMALLER: dict[str, str] = {
     "regard doctor": "",
     "regard cost": "",
     "regard --help": "",
+    "regard learn": "",
     "for seed in": "",
     "done": "",
     "cat": "",
@@ -102,6 +118,7 @@ CHANGED: tuple[tuple[str, str, str], ...] = (
     (r"--jobs [2-9]", "--jobs 1", "one core"),
     (r"--shapes 50", "--shapes 2", "tests/export compares at fifty"),
     (r"--stride 64", "--stride 16", "the context is shorter here"),
+    *(() if HAS_VNNI else ((r"\bonnx-int8 ", "onnx ", "refused where the processor's int8 products round"),)),
     (r"data\.source=data/(nsmc/binary_train.tsv|fashion-mnist)", r"\g<0> data.valid_rows=8", "a few lines stand there"),
 )
 
@@ -200,6 +217,10 @@ INSTEAD: dict[str, Instead] = {
     ),
     "torchrun": Instead("several processes: tests/training/test_torchrun.py", _in_one_process),
     "python benchmarks/": Instead("measures for minutes", _script),
+    "python tests/trust/promises.py": Instead(
+        "tries everything at full size",
+        lambda command: [f"test -e {ROOT / word}" for word in shlex.split(command, comments=True)[1:]],
+    ),
     "pip install numpy": Instead("installed already", lambda _: ["python -c 'import numpy, onnxruntime, tokenizers'"]),
     "pip install --require-hashes": Instead(
         "gigabytes", lambda _: [f"grep -q -e --hash=sha256 {ROOT}/requirements.lock"]
@@ -215,10 +236,18 @@ INSTEAD: dict[str, Instead] = {
     "python examples/": Instead("tests/test_examples.py runs them", _script),
     "regard ablate paper data=data/multi30k train.steps=1600": Instead("the one before it, longer", _prepared),
     "regard ablate mechanisms --seeds 1": Instead("the one before it, wider and with other rows", _prepared),
+    "regard deploy": Instead("a Ray cluster: tests/serving/test_ray_replicas.py", lambda _: ["regard deploy --help"]),
+    "regard translate runs/translator --file sentences.txt --out translated.txt --on ray": Instead(
+        "a Ray cluster: tests/experiments/test_ray.py", lambda command: [command.replace("--on ray", "--on local")]
+    ),
+    "docker": Instead(
+        "tests/serving/test_docker.py reads its files", lambda _: [f"test -f {ROOT}/docker/compose.yaml"]
+    ),
+    "curl": Instead("tests/serving/test_serve_page.py runs them", lambda _: ["true"]),
     "tensorboard": Instead("serves until it is stopped", lambda _: ["python -c 'import tensorboard'"]),
 }
 # Servers: started on a free port, asked for a page, and stopped as Ctrl-C stops them.
-SERVERS = ("regard serve",)
+SERVERS = ("regard serve", "regard learn watch")
 
 
 def instead(command: str) -> Instead | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -15,13 +16,33 @@ from regard.cli import app
 from . import markdown
 
 ROOT = markdown.ROOT
-PAGES_IN_BOTH = [ROOT / "docs" / f"{name}.md" for name in ("build", "labels", "look", "results", "ship", "trust")]
-ENGLISH = [ROOT / "README.md", *PAGES_IN_BOTH, *sorted((ROOT / "docs" / "learn").glob("*.md"))]
+PAGES_IN_BOTH = [
+    ROOT / "docs" / f"{name}.md"
+    for name in (
+        *(
+            "ablations",
+            "architecture",
+            "build",
+            "circuits",
+            "cost",
+            "extend",
+            "labels",
+            "look",
+            "performance",
+            "research",
+        ),
+        *("results", "retrieve", "serve", "ship", "trust"),
+    )
+]
+ELSEWHERE = {ROOT / "CONTRIBUTING.md": "contributing.md", ROOT / "examples" / "README.md": "examples.md"}
+ENGLISH = [ROOT / "README.md", *PAGES_IN_BOTH, *ELSEWHERE, *sorted((ROOT / "docs" / "learn").glob("*.md"))]
 PAGES = [pytest.param(file, id=markdown.name_of(file)) for file in markdown.documents()]
 
 
 def korean(file: Path) -> Path:
-    """README.md → README.ko.md, docs/learn/x.md → docs/ko/learn/x.md."""
+    """README.md → README.ko.md, docs/learn/x.md → docs/ko/learn/x.md, CONTRIBUTING.md → docs/ko/contributing.md."""
+    if file in ELSEWHERE:
+        return ROOT / "docs" / "ko" / ELSEWHERE[file]
     if file.parent == ROOT:
         return file.with_suffix(".ko.md")
     return ROOT / "docs" / "ko" / file.relative_to(ROOT / "docs")
@@ -108,24 +129,46 @@ def test_languages_lead_to_each_other(file: Path) -> None:
         assert is_chapter or two in links, f"{markdown.name_of(one)} does not lead to {markdown.name_of(two)}"
 
 
-def test_results_are_the_same_numbers() -> None:
+def test_every_section_of_the_changelog_is_told_in_korean() -> None:
+    """Each section has a summary in Korean that leads to its entries; the entries themselves are in English alone."""
+    english, korean_page = ROOT / "CHANGELOG.md", ROOT / "docs" / "ko" / "changelog.md"
+    sections = re.findall(r"^### .+$", markdown.prose(english), flags=re.MULTILINE)
+    told = re.split(r"^### .*[가-힣].*$", markdown.prose(korean_page), flags=re.MULTILINE)[1:]
+    anchors = [link.partition("#")[2] for link in markdown.links(korean_page) if link.startswith("../../CHANGELOG.md#")]
+    assert len(told) == len(anchors) == len(sections)
+    assert all(anchor in markdown.anchors(english) for anchor in anchors)
+    assert all(len(re.findall("[가-힣]", text)) > 40 for text in told)
+
+
+@pytest.mark.parametrize(("name", "n_rows"), [("results", 40), ("performance", 60), ("cost", 60)])
+def test_results_are_the_same_numbers(name: str, n_rows: int) -> None:
     """Numbers are repeated in Korean and must not drift: those with a decimal point or a thousand, table by table."""
-    page = ROOT / "docs" / "results.md"
+    page = ROOT / "docs" / f"{name}.md"
     tables = [re.findall(r"^\|.*\d.*$", markdown.prose(file), flags=re.MULTILINE) for file in (page, korean(page))]
-    assert len(tables[0]) == len(tables[1]) > 40
+    assert len(tables[0]) == len(tables[1]) > n_rows
     for rows in zip(*tables, strict=True):
         one, two = (sorted(re.findall(r"\d+[.,]\d[\d.,]*\d|\d\.\d", row)) for row in rows)
         assert one == two, rows
 
 
 # Words for which the table of words in docs/ko/README.md has another.
-OTHER_WORDS = ("낱말", "빔 서치", "설명문", "꼬리표", "코퍼스", "훈련", "매개변수")
+OTHER_WORDS = (
+    *("낱말", "빔 서치", "설명문", "꼬리표", "코퍼스", "훈련", "매개변수", "서브레이어", "부분 층", "서브워드"),
+    *("페널티", "사영", "교차 어텐션", "행렬 곱", "훅 자리", "어블레이션", "임포트", "컨텍스트", "내트"),
+)
 
 
 def test_one_korean_word_for_one_english_word() -> None:
     package = ROOT / "src" / "regard"
-    texts = ["foundation/korean.toml", "demo/demo_texts.yaml", "web/static/i18n.js", "web/static/server_errors.js"]
-    files = [*(ROOT / "docs" / "ko").rglob("*.md"), ROOT / "README.ko.md", *(package / name for name in texts)]
+    scripts = (f"web/static/{name}.js" for name in ("i18n", "server_words", "server_errors"))
+    texts = ["foundation/korean.toml", "demo/demo_texts.yaml", *scripts]
+    exercises = (package / "course/exercises").glob("*.toml")
+    files = [
+        *(ROOT / "docs" / "ko").rglob("*.md"),
+        ROOT / "README.ko.md",
+        *(package / name for name in texts),
+        *exercises,
+    ]
     said = {file: [word for word in OTHER_WORDS if word in file.read_text(encoding="utf-8")] for file in files}
     assert not any(said.values()), {markdown.name_of(file): words for file, words in said.items() if words}
 
@@ -135,3 +178,27 @@ def test_a_translation_is_korean() -> None:
         letters = re.sub(r"`[^`]*`|\$[^$]*\$|\([^)]*\)|[^\w]", "", markdown.prose(korean(file)))
         hangul = len(re.findall(r"[가-힣]", letters))
         assert hangul > 0.5 * len(letters), f"{korean(file)}: {hangul} of {len(letters)} letters are Hangul"
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.ko.md"])
+def test_an_address_is_everywhere_or_nowhere(name: str) -> None:
+    """Without a public address there are no project URLs; with them, README has it and its pictures are absolute."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (ROOT / name).read_text(encoding="utf-8")
+    absolute = [bool(re.match("https://", link)) for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)]
+    if "urls" in project:
+        assert {"Source", "Documentation", "Changelog"} <= project["urls"].keys()
+        assert all(absolute)
+        assert project["urls"]["Source"] in text
+    else:
+        assert "git clone ADDRESS" in text
+        assert not any(absolute)
+
+
+def test_badges_say_what_the_metadata_says() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    torch = next(one for one in project["dependencies"] if one.startswith("torch"))
+    said = {"python": project["requires-python"], "torch": torch.removeprefix("torch"), "license": project["license"]}
+    for name, value in said.items():
+        badge = (ROOT / "docs" / "images" / f"badge-{name}.svg").read_text(encoding="utf-8")
+        assert value.replace(">=", "≥ ") in badge

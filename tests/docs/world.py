@@ -19,7 +19,7 @@ _BAD = ("slow and far too long", "the worst acting I have seen", "a dull story w
 
 def make(folder: Path) -> None:
     """What the documents call pairs.tsv, book.txt, reviews.csv, claims.csv, plots.jsonl, ratings.csv, people.conll,
-    captions.tsv, photos/, pictures/, sentences.txt, korean.txt, chats.jsonl and preferences.jsonl."""
+    captions.tsv, photos/, pictures/, sentences.txt, korean.txt, chats.jsonl, preferences.jsonl and questions.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     _pairs(folder / "pairs.tsv")
     pairs = [line.split("\t") for line in (folder / "pairs.tsv").read_text(encoding="utf-8").splitlines()[:4]]
@@ -30,6 +30,7 @@ def make(folder: Path) -> None:
     _labels(folder)
     _chats(folder)
     _scenes(folder)
+    _questions(folder)
 
 
 def _labels(folder: Path, n: int = 64) -> None:
@@ -60,6 +61,15 @@ def _chats(folder: Path, n: int = 40) -> None:
     for name, records in (("chats", chats), ("preferences", preferences)):
         lines = (json.dumps(record) + "\n" for record in records)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _questions(folder: Path, n: int = 40) -> None:
+    """Who has what, in one of two passages."""
+    lines = []
+    for k in range(n):
+        passages = [f"Anna has {k} apples", f"Boris has {k} drums"]
+        lines.append(json.dumps({"question": f"who has {k} drums?", "answer": "Boris", "passages": passages}))
+    (folder / "questions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _table(between: str, head: str, n: int = 64) -> str:

@@ -76,8 +76,8 @@ def test_axes_follow_the_base_they_are_given() -> None:
     ("name", "words", "left"),
     [
         ("norm", ["model.norm=none"], ["norm=layer", "norm=rms"]),  # where there is no norm, its place means nothing
-        ("attention", ["model.window=5"], ["not scaled", "additive", "linear"]),
-        ("attention", ["model.mixer=linear"], ["not scaled", "additive", "window=5"]),
+        ("attention", ["model.window=5"], ["not scaled", "additive", "linear", "sinks"]),
+        ("attention", ["model.mixer=linear"], ["not scaled", "additive", "window=5", "sinks"]),
         ("depth", ["model=lstm-plain", "model.n_layers=2"], ["N=1", "N=4", "N=6"]),
     ],
 )
@@ -95,7 +95,7 @@ def test_cells_that_are_the_base_itself_are_left_out(name: str, words: list[str]
     ],
 )
 def test_an_ablation_with_nothing_to_change_is_refused(name: str, words: list[str]) -> None:
-    with pytest.raises(UsageError, match=f"{name}: nothing is left to compare: .* the same run as the base"):
+    with pytest.raises(UsageError, match=f"{name}: there is nothing to compare: .* the same run as the base"):
         ablation(name, words)
 
 
@@ -194,21 +194,21 @@ def test_a_grid_is_shown_what_its_task_has_of_further_examples(tmp_path: Path) -
     ("text", "said"),
     [
         ("recipe = ", "not TOML"),
-        ("words = []", "no recipe"),
+        ("words = []", "does not name a recipe"),
         ('recipe = "en-ko"\nsede = 3', "did you mean seeds"),
         ('recipe = "en-ko"\n[grid]\n"model.d_ff" = 3', "list of values"),
         ('recipe = "en-ko"\n[grid]\n"model.d_fff" = [3]', "model.d_ff"),
-        ('recipe = "en-ko"\n[[cells]]\nword = "x"', "a cell has a name"),
-        ('recipe = "en-ko"\nwords = "train.steps=3"', "words is a list of texts, not 'train.steps=3'"),
-        ('recipe = "en-ko"\n[[cells]]\nname = "x"\nwords = "train.steps=3"', "words is a list of texts"),
-        ('recipe = "en-ko"\nmetrics = "bleu"', "metrics is a list of texts"),
+        ('recipe = "en-ko"\n[[cells]]\nword = "x"', "a cell must have a name"),
+        ('recipe = "en-ko"\nwords = "train.steps=3"', "words must be a list of strings, not 'train.steps=3'"),
+        ('recipe = "en-ko"\n[[cells]]\nname = "x"\nwords = "train.steps=3"', "words must be a list of strings"),
+        ('recipe = "en-ko"\nmetrics = "bleu"', "metrics must be a list of strings"),
         ('recipe = "en-ko"\nmetrics = []', "at least one metric"),
-        ('recipe = "en-ko"\nseeds = true', "seeds is a number or a list of numbers, not True"),
-        ('recipe = "en-ko"\nseeds = [0, "1"]', "seeds is a number or a list"),
-        ('recipe = "en-ko"\nseeds = 0', "at least one number"),
-        ('recipe = "en-ko"\ngrid = 3', "grid is a table"),
-        ('recipe = "en-ko"\ncells = 3', "cells are written"),
-        ('recipe = "en-ko"\n[grid]\n"model.mixer" = ["dot"]', "nothing is left to compare"),
+        ('recipe = "en-ko"\nseeds = true', "seeds must be a number or a list of numbers, not True"),
+        ('recipe = "en-ko"\nseeds = [0, "1"]', "seeds must be a number or a list"),
+        ('recipe = "en-ko"\nseeds = 0', "must be one or more different numbers"),
+        ('recipe = "en-ko"\ngrid = 3', "grid must be a table"),
+        ('recipe = "en-ko"\ncells = 3', "cells must be written"),
+        ('recipe = "en-ko"\n[grid]\n"model.mixer" = ["dot"]', "there is nothing to compare"),
     ],
 )
 def test_a_file_that_cannot_be_meant(text: str, said: str, tmp_path: Path) -> None:

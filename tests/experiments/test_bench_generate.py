@@ -37,16 +37,16 @@ def test_what_does_not_fit_or_writes_nothing() -> None:
     model = small("gpt2")
     with pytest.raises(ValueError, match=r"10 tokens and 90 new ones do not fit into max_len=24 of gpt2"):
         bench_generate(model, "gpt2", n_prompt=10, n_new=90)
-    with pytest.raises(ValueError, match="bert writes no text after text"):
+    with pytest.raises(ValueError, match="bert does not generate text from text"):
         bench_generate(small("bert-base"), "bert")
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--weights fp8", "'fp8' is none of fp32, bf16, int8"),
+        ("--weights fp8", "'fp8' is not one of fp32, bf16, int8"),
         ("--batch 0", "'0' is not a comma-separated list of positive whole numbers"),
-        ("--device tpu", "--device tpu is none of"),
+        ("--device tpu", "--device tpu is not one of"),
     ],
 )
 def test_bad_words_are_usage_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

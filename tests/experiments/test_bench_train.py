@@ -36,9 +36,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("gpt2 --peers jax", "'jax' is none of regard, torch, transformers"),
+        ("gpt2 --peers jax", "'jax' is not one of regard, torch, transformers"),
         ("gpt2 --length 5000 --device cpu", "5000 tokens do not fit into max_len=1024 of gpt2"),
-        ("bert-base", "bert-base is no decoder or encoder-decoder of text"),
+        ("bert-base", "bert-base is not a decoder or encoder-decoder of text"),
     ],
 )
 def test_bad_words_are_usage_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

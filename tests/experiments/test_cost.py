@@ -300,6 +300,25 @@ def test_checkpointing_and_fused_attention_save_memory() -> None:
     assert adam.optimiser > muon.optimiser > adam.optimiser / 2
 
 
+def test_bf16_on_a_gpu_has_working_weights_beside_fp32_ones_and_a_bf16_stream() -> None:
+    """One GPU trains with ``training.working_weights``; fp16 and a CPU have autocast, which copies weights."""
+    n = 124_439_808
+    half, fp16 = (regard.cost("gpt2", 16, 1024, train=TrainConfig(precision=x)) for x in ("bf16", "fp16"))
+    assert half.training is not None
+    assert fp16.training is not None
+    assert (half.setting.working, fp16.setting.working) == (True, False)
+    assert (half.training.weights, fp16.training.weights) == (6 * n, 4 * n)
+    assert half.training.copies == 0 < fp16.training.copies
+    assert half.training.activations < 0.85 * fp16.training.activations
+    assert half.training.peak < fp16.training.peak
+    assert half.training.gradients == 4 * n
+    assert "weights, fp32 and bf16" in half.to_text()
+    alone = regard.cost("gpt2", 1, 8, train=TrainConfig(precision="bf16")).training  # hardly any activations
+    assert alone is not None
+    assert alone.peak_backward == pytest.approx((6 + 8 + 6) * n, rel=0.2), "gradients twice, for a moment"
+    assert not regard.cost("gpt2", 1, 8, train=TrainConfig(precision="bf16"), device="cpu").setting.working
+
+
 # ------------------------------------------------------------------------------------- the rest
 
 
@@ -451,7 +470,7 @@ def test_where_a_random_pattern_passes_the_matrices() -> None:
         ("gpt2", {"length": 2048}, "length=2048 is longer than max_len=1024, where learned positions end"),
         ("gpt3", {}, "there is no preset 'gpt3'; did you mean 'gpt2'?"),
         ("gpt2", {"device": "h20"}, "there is no device 'h20'; did you mean h200?"),
-        ("gpt2", {"cache": "int4"}, "cache='int4' is none of fp32, bf16, int8"),
+        ("gpt2", {"cache": "int4"}, "cache='int4' is not one of fp32, bf16, int8"),
         ("gpt2", {"batch": 0}, "batch=0 must be at least 1"),
         ("gpt2", {"source_length": 4}, "source_length=4 means nothing to architecture='decoder'"),
         ("captioner", {"source_length": 4}, "source_length=4: an image of image_size=112 has 49 patches"),
@@ -540,11 +559,11 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (("gpt2", "--plot", "cost.txt"), "--plot cost.txt is none of .png, .svg, .pdf"),
+        (("gpt2", "--plot", "cost.txt"), "--plot cost.txt is not one of .png, .svg, .pdf"),
         (("gpt2", "--plot", "nowhere/cost.png"), "there is no directory nowhere"),
         (("gpt2", "model.n_head=4"), "there is no model.n_head; did you mean model.n_heads?"),
         (("gpt2", "data.source=x"), "only model.* and train.* can be given here"),
-        (("gpt2", "model=bert-base"), "the model comes first"),
+        (("gpt2", "model=bert-base"), "name the model first"),
     ],
 )
 def test_bad_words_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], complaint: str) -> None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from regard.cli import main
+from generation.spoken import LINES, translator
+from regard.cli import bulk_answers, main
 from regard.errors import RegardError, UsageError
 from regard.experiments.sweep_runner import JobFailed, RayRunner, open_runner
+from trust.promises import Tally, size
 
 from .ray_jobs import die, fail, node_and_process, wait_until_interrupted
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'regard[cluster]'")
 
+pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.slow
 GRID = """
 recipe = "en-ko"
@@ -73,7 +79,7 @@ def test_a_sweep_comes_to_the_same_on_ray_and_here(
         assert (here["metrics"], here["curve"]) == (there["metrics"], there["curve"])
     before = capsys.readouterr()
     assert main(["ablate", str(tmp_path / "ray"), "--on", "ray"]) == 0, before
-    assert "2 of 2 runs are done already" in capsys.readouterr().err
+    assert "2 of 2 runs are already done" in capsys.readouterr().err
 
 
 def test_jobs_spread_over_nodes_each_in_a_process_of_its_own_and_fail_alone(cluster: str, tmp_path: Path) -> None:
@@ -101,11 +107,57 @@ def test_jobs_spread_over_nodes_each_in_a_process_of_its_own_and_fail_alone(clus
         assert file.read_text() == "saved"
 
 
+def test_a_file_is_answered_by_the_cluster_as_by_one_process(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = translator().save(tmp_path / "model")
+    pq.write_table(pa.table({"en": [f"the cat {n}" if n % 7 else "" for n in range(60)]}), tmp_path / "in.parquet")
+    monkeypatch.setattr(bulk_answers, "_LINES_AT_ONCE", 2)
+    words = ["translate", str(model), "--file", str(tmp_path / "in.parquet"), "--max-new-tokens", "3", "--out"]
+    for place in ("local", "ray"):
+        assert main([*words, str(tmp_path / f"{place}.parquet"), "--on", place]) == 0, capsys.readouterr().err
+    assert (tmp_path / "local.parquet").read_bytes() == (tmp_path / "ray.parquet").read_bytes()
+
+
+PROGRAM = """
+import sys
+from regard.cli import bulk_answers, main
+bulk_answers._LINES_AT_ONCE = int(sys.argv[1])
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.promise(1, "lines translated on Ray, the job killed and started again, byte for byte those of one process")
+def test_a_killed_job_goes_on_to_the_same_file(cluster: str, tmp_path: Path, tally: Tally) -> None:
+    n_lines, at_once = size(320, 100_000), size(4, 512)
+    model, words = translator().save(tmp_path / "model"), " ".join(LINES).split()
+    draw = random.Random(20)
+    lines = [" ".join(draw.choice(words) for _ in range(draw.randrange(1, 8))) for _ in range(n_lines)]
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    options = ["--file", str(tmp_path / "in.txt"), "--max-new-tokens", "12", "--beam", "1"]
+    command = [sys.executable, "-c", PROGRAM, str(at_once), "translate", str(model), *options, "--out"]
+    subprocess.run([*command, str(tmp_path / "one.txt")], check=True, capture_output=True)
+    on_ray, partial = [*command, str(tmp_path / "ray.txt"), "--on", "ray"], tmp_path / "ray.txt.partial"
+    with subprocess.Popen(on_ray, stderr=subprocess.DEVNULL) as killed:
+        while killed.poll() is None and (not partial.exists() or partial.read_bytes().count(b"\n") < n_lines // 3):
+            time.sleep(0.02)
+        assert killed.poll() is None, "it ended before it could be killed"
+        killed.kill()
+    n_done = partial.read_bytes().count(b"\n")
+    again = subprocess.run(on_ray, check=True, capture_output=True, text=True)
+    assert "resuming after" in again.stderr
+    written = [(tmp_path / f"{name}.txt").read_bytes().splitlines() for name in ("one", "ray")]
+    assert len(written[0]) == len(written[1]) == n_lines
+    tally.tried, tally.held = n_lines, sum(one == other for one, other in zip(*written, strict=True))
+    tally.measured = f"killed after {n_done:,}"
+    assert (tmp_path / "one.txt").read_bytes() == (tmp_path / "ray.txt").read_bytes()
+
+
 @pytest.mark.filterwarnings("ignore:Ray Client connection timed out")
 def test_a_place_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.util.client import worker
 
-    with pytest.raises(UsageError, match="on=moon is none of local, ray, ray://HOST:PORT"):
+    with pytest.raises(UsageError, match="on=moon is not one of local, ray, ray://HOST:PORT"):
         open_runner("moon", 1, 1)
     for limit in ("INITIAL_TIMEOUT_SEC", "MAX_TIMEOUT_SEC"):
         monkeypatch.setattr(worker, limit, 0.2)

@@ -19,7 +19,7 @@ import pytest
 
 from forked_shell import Shell
 from regard.cli import main
-from regard.config import MIXERS, mixers
+from regard.config import MIXERS
 from regard.errors import BadModelFile, Diverged, RegardError, UsageError
 from regard.experiments import ablate
 from regard.experiments.ablations import SWEEPS
@@ -27,6 +27,7 @@ from regard.experiments.sweep_cell import check_convergence, run_facts
 from regard.experiments.sweep_report import smaller_is_better, write_report
 from regard.experiments.sweep_runner import run_sweep, unfinished_runs
 from regard.experiments.sweep_spec import Cell, Sweep, fingerprint, merge_words, read_result, run_folder
+from regard.foundation import plugins
 from regard.foundation.files import file_lock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +130,7 @@ def test_what_is_done_is_not_done_again_also_in_another_place(done: Path, tmp_pa
     before, said = mtimes(moved), list[str]()
     run_sweep(sweep_of(*CELLS), moved, progress=said.append)
     assert mtimes(moved) == before
-    assert said == ["8 of 8 runs are done already"]
+    assert said == ["8 of 8 runs are already done"]
 
 
 @pytest.mark.slow
@@ -146,7 +147,7 @@ def test_more_seeds_and_cells_may_join_but_settings_may_not_change(done: Path, t
 
 def test_a_directory_with_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(FileExistsError, match="something else"):
+    with pytest.raises(FileExistsError, match="is not empty and holds no sweep"):
         run_sweep(sweep_of(), tmp_path)
 
 
@@ -246,7 +247,7 @@ def test_a_run_that_is_killed_fails_alone(tmp_path: Path, monkeypatch: pytest.Mo
     found = run_sweep(sweep, tmp_path / "out", jobs=2)
     assert (found.base.n_done, found["h=1"].n_failed) == (1, 1)
     message = (read_result(tmp_path / "out", "h=1", 0) or {})["message"]
-    assert re.fullmatch(r"its process ended with exit status -9; .*/h=1/seed-0/log\.txt may say why", message)
+    assert re.fullmatch(r"its process ended with exit status -9; see .*/h=1/seed-0/log\.txt", message)
 
 
 # ------------------------------------------------------------------------------------- words and tables
@@ -298,6 +299,12 @@ def test_the_table_marks_what_differs_and_says_what_does_not(tmp_path: Path) -> 
     assert json.dumps(document, allow_nan=False)
 
 
+def test_numbers_without_a_square_are_no_results(tmp_path: Path) -> None:
+    planted(tmp_path / "out", {"base": [2.0, 2.01, 1e308], "h=1": [2.5, -1e308, 2.49]}, (HEADS,))
+    found = write_report(tmp_path / "out")
+    assert found["h=1"].estimates["valid_loss"].values == (2.5, 2.49)
+
+
 def test_one_seed_is_not_tested(tmp_path: Path) -> None:
     planted(tmp_path / "out", {"base": [2.0], "h=1": [9.0]}, (HEADS,))
     found = write_report(tmp_path / "out")
@@ -328,7 +335,7 @@ def strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (tmp_path / "strange.py").write_text(OWN + "\ndef measure(run):\n    return {}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv(mixers.VARIABLE, "")
+    monkeypatch.setenv(plugins.MIXERS_VARIABLE, "")
     yield tmp_path
     MIXERS.pop("strange:Mine", None)
     sys.modules.pop("strange", None)
@@ -363,7 +370,7 @@ def test_a_directory_never_has_anything_imported(strangers: Path, fields: dict[s
     assert not (strangers / "ran").exists()
     assert "strange" not in sys.modules
 
-    os.environ[mixers.VARIABLE] = "strange:Mine"
+    os.environ[plugins.MIXERS_VARIABLE] = "strange:Mine"
     stored = Sweep.read(out)
     assert stored.config(stored.rows[-1]).model.mixer == "strange:Mine"
     assert "mine" in {row.cell.name for row in write_report(out).rows} or not stored.cells
@@ -381,7 +388,7 @@ def test_what_was_typed_is_imported_and_the_directory_then_goes_on(strangers: Pa
 def test_a_measure_that_only_a_directory_names_is_not_called(strangers: Path) -> None:
     out = strangers / "out"
     written_down(out, measures=("strange:measure",))
-    with pytest.raises(BadModelFile, match=r"asks for 'strange:measure'.*never run unasked"):
+    with pytest.raises(BadModelFile, match=r"names the measure 'strange:measure'.*never run"):
         ablate(out, jobs=1)
     assert ablate(out, report_only=True).base.n_missing == 1
     assert not (strangers / "ran").exists()
@@ -443,14 +450,14 @@ def test_fewer_seeds_do_not_shrink_what_is_stored(tmp_path: Path) -> None:
 def test_nobody_writes_into_a_sweep_that_is_running(tmp_path: Path) -> None:
     sweep_of(seeds=(0,)).write(tmp_path)
     before = (tmp_path / "sweep.json").read_bytes()
-    with file_lock(tmp_path), pytest.raises(RegardError, match="being swept"):
+    with file_lock(tmp_path), pytest.raises(RegardError, match="is in use by another sweep"):
         run_sweep(sweep_of(seeds=(0, 1)), tmp_path)
     assert (tmp_path / "sweep.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("names", [("no norm", "no_norm"), ("N=1", "n=1"), ("Base",)])
 def test_cells_that_would_share_a_directory_are_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match="would have one directory"):
+    with pytest.raises(UsageError, match="would share a directory"):
         sweep_of(*(Cell(name) for name in names))
 
 
@@ -505,8 +512,8 @@ def test_runs_that_were_not_asked_are_counted(tmp_path: Path) -> None:
     asked = replace(sweep, tests={"test": "b.tsv"}, measures=measures, metrics=("valid_los", "test_bleu"))
     said = write_report(tmp_path / "out", asked).conclusions()
     assert "1 of 4 finished runs was evaluated on test=a.tsv, not b.tsv" in said
-    assert "3 of 4 finished runs were not evaluated on test: done before it was asked" in said
-    assert f"2 of 4 finished runs were not measured by {measures[0]}: done before it was asked" in said
+    assert "3 of 4 finished runs were not evaluated on test: it was added after they were done" in said
+    assert f"2 of 4 finished runs were not measured by {measures[0]}: it was added after they were done" in said
     assert "no finished run has the metric valid_los; did you mean valid_loss?" in said
     assert "no finished run has the metric test_bleu" in said
     assert not [line for line in write_report(tmp_path / "out", sweep).conclusions() if "finished run" in line]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import regard
+from processor import needs_vnni
 from regard import cli
 from regard.export import export
 from training.runs import words_of, write_data
@@ -119,6 +120,7 @@ def run_script(*words: object) -> str:
     return done.stdout.rstrip("\n")
 
 
+@needs_vnni
 def test_plain_onnxruntime_translates_as_regard_does(graphs: dict[str, Path]) -> None:
     script = SCRIPTS / "translate.py"
     code = script.read_text(encoding="utf-8")
@@ -131,6 +133,7 @@ def test_plain_onnxruntime_translates_as_regard_does(graphs: dict[str, Path]) ->
     assert run_script(sys.executable, script, graphs["two tokenizers"], text) == wanted
 
 
+@needs_vnni
 def test_javascript_translates_as_regard_does(graphs: dict[str, Path], tmp_path: Path) -> None:
     node, modules = shutil.which("node"), Path(os.environ.get("NODE_PATH", SCRIPTS / "node_modules"))
     if node is None or not (modules / "onnxruntime-web").is_dir():

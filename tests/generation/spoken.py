@@ -36,9 +36,9 @@ def made(preset: str, processor: Processor | None, seed: int = 0, **fields: Any)
     return model
 
 
-def language_model(kind: TokenizerKind = "bpe", seed: int = 0, **fields: Any) -> Model:
+def language_model(kind: TokenizerKind = "bpe", seed: int = 0, preset: str = "gpt2", **fields: Any) -> Model:
     tokenizer = train_tokenizer(LINES, kind, 300 if kind == "bpe" else None)
-    return made("gpt2", Processor(source=tokenizer), seed, vocab_size=tokenizer.size, **fields)
+    return made(preset, Processor(source=tokenizer), seed, vocab_size=tokenizer.size, **fields)
 
 
 def translator(preset: str = "transformer-base", joint: bool = True, **fields: Any) -> Model:

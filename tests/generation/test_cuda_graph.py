@@ -11,6 +11,7 @@ import os
 import sys
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from regard.generation.cuda_graph import (
     CudaGraphEngine,
     GraphDecoder,
     GraphShape,
+    PromptPass,
     can_capture,
     release_captures,
 )
@@ -324,6 +326,23 @@ def test_steps_end_soon_after_the_last_text(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("graphed")
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b"])
+def test_prompts_that_come_again_are_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = decoder(name).double(), []
+    plain = PromptPass.__call__
+    monkeypatch.setattr(PromptPass, "__call__", lambda step, prompts: calls.append(prompts) or plain(step, prompts))
+    shorter = [row[: max(1, len(row) - 1)] for row in PROMPTS]
+    for prompts in (PROMPTS, shorter, PROMPTS, shorter):
+        assert texts(generate(model, prompts, max_new_tokens=3)) == texts(eager(model, prompts, max_new_tokens=3))
+    assert len(calls) == 3
+    monkeypatch.setattr(PromptPass, "__init__", mock.Mock(side_effect=RuntimeError("no memory")))
+    for _ in range(3):
+        made, told = (write(model, PROMPTS[:2], max_new_tokens=3) for write in (generate, eager))
+        assert texts(made) == texts(told)
+    assert len(calls) == 3
+
+
+@pytest.mark.usefixtures("graphed")
 def test_the_decoder_is_used_again_until_the_weights_move() -> None:
     model = decoder("gpt2").double()
     config = GenerateConfig(max_new_tokens=4)
@@ -447,8 +466,8 @@ def draw(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the two ways of the kernels of attention, whatever the precision."""
     pytest.importorskip("triton")
-    name = "regard.kernels.decode_attention.uses_tensor_cores"
-    monkeypatch.setattr(name, lambda x: request.param == "tiles")
+    for name in ("uses_tensor_cores", "goes_by_tiles"):
+        monkeypatch.setattr(f"regard.kernels.decode_attention.{name}", lambda *_: request.param == "tiles")
 
 
 def near(ours: Tensor, low: Tensor, exact: Tensor) -> None:
@@ -486,6 +505,20 @@ def test_the_kernel_of_attention(
             assert torch.equal(own[0][row, :, length], inputs[1][row])
             assert torch.equal(own[1][row, :, length], inputs[2][row])
     near(results[kernels(), dtype], results[TorchOps, dtype], results[TorchOps, torch.float64])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_which_kernel_attends(device: str) -> None:
+    kernels()
+    from regard.kernels.decode_attention import goes_by_tiles
+
+    def heads(rows: int, n: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(rows, n, 8, dtype=dtype, device=device)
+
+    assert not goes_by_tiles(heads(1, 12), 12), "by lines where few heads leave the GPU idle"
+    assert goes_by_tiles(heads(64, 12), 12)
+    assert goes_by_tiles(heads(1, 12), 4), "heads that share keys read them once"
+    assert not goes_by_tiles(heads(64, 12, torch.float32), 12)
 
 
 @pytest.mark.usefixtures("way")
@@ -550,6 +583,7 @@ def test_the_kernel_of_a_product_normalises_the_residual_too(device: str, dtype:
     ("k", "n", "norm", "activation"),
     [
         (768, 40, "layer", "gelu_tanh"),
+        (40, 20, "layer", "gelu_tanh"),
         (96, 2050, "rms", "gelu"),
         (1500, 33, "layer", None),
         (1500, 33, "rms", "silu"),
@@ -575,6 +609,22 @@ def test_the_kernel_of_a_product(
     ours, plain = (parts.linear(x, weight, bias, norm=given, **options) for parts in (kernels(), TorchOps))
     assert ours.dtype == dtype
     near(ours, plain, exact)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_the_kernel_of_a_product_in_several_tiles(
+    device: str, dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a large vocabulary, where a program loads a part of each line at once."""
+    monkeypatch.setattr(kernels(), "linear_tile", lambda n, k: (4, 4, 16))
+    x, weight = (draw(r, 40, device=device, dtype=dtype, seed=r) for r in (3, 9))
+    gain, shift = (draw(40, device=device, dtype=dtype, seed=s) for s in (7, 8))
+    norm: Any = (kind, gain, shift if kind == "layer" else None, 1e-5)
+    wide: Any = (kind, *(None if x is None else x.double() for x in norm[1:3]), 1e-5)
+    exact = TorchOps.linear(x.double(), weight.double(), norm=wide)
+    near(kernels().linear(x, weight, norm=norm), TorchOps.linear(x, weight, norm=norm), exact)
 
 
 @pytest.mark.parametrize("device", DEVICES)

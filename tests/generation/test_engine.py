@@ -199,7 +199,7 @@ def test_logits_that_are_no_numbers_are_said_so() -> None:
     model = small("gpt2")
     with torch.no_grad():
         model.token.weight[5] = torch.nan  # type: ignore[union-attr, operator]
-    with pytest.raises(ValueError, match="not numbers"):
+    with pytest.raises(ValueError, match="logits are NaN"):
         generate(model, [5])
 
 

@@ -168,7 +168,7 @@ def test_it_says_what_it_cannot_do() -> None:
         engine = accelerate(DecodingEngine(model))
     with pytest.raises(NotImplementedError, match="one token at a time"):
         engine.decode_tokens(torch.zeros(1, 2, dtype=torch.int64))
-    with pytest.raises(NotImplementedError, match="takes nothing back"):
+    with pytest.raises(NotImplementedError, match="cannot truncate"):
         engine.truncate(1)
 
 

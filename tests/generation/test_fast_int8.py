@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.small import inputs_of, small
+from processor import needs_vnni
 from regard.layers import quantised_linear
 from regard.layers.quantised_linear import Int8Embedding, Int8Linear, quantise, quantise_weight
 
@@ -32,6 +33,7 @@ def by_hand(linear: Int8Linear, x: Tensor) -> Tensor:
     return y if linear.bias is None else y + linear.bias.double()
 
 
+@needs_vnni
 @pytest.mark.parametrize("n_rows", [1, 2, 5, 33])
 @pytest.mark.parametrize(("n_in", "n_out"), [(8, 5), (64, 48), (512, 300)])
 def test_the_product_is_that_of_integer_product(n_rows: int, n_in: int, n_out: int) -> None:
@@ -93,6 +95,7 @@ def test_other_types_and_shapes_come_back_as_they_were() -> None:
     assert linear(torch.randn(2, 3, 16)).shape == (2, 3, 8)
 
 
+@needs_vnni
 def test_without_the_packed_product(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, x = made(64, 32), torch.randn(5, 64, generator=TORCH)
     packed = linear(x)
@@ -127,6 +130,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@needs_vnni
 @pytest.mark.parametrize(("name", "fields"), [*MODELS.items(), ("transformer-base", {"target_vocab_size": 19})])
 def test_a_quantised_model_says_nearly_the_same(name: str, fields: dict[str, Any]) -> None:
     model = small(name, **fields)

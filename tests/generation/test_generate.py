@@ -109,7 +109,7 @@ def test_a_text_ends_where_the_model_does() -> None:
         ([5], {"logit_bias": {77: 1.0}}, ValueError, "logit_bias holds the unknown token 77"),
         ([5], {"temperature": 0.0}, ValueError, "temperature=0.0 must be a positive number"),
         ([5], {"target": [5]}, ValueError, "target is for models with an encoder"),
-        ([5], {"padding_mask": torch.ones(1, 1)}, ValueError, "padding_mask goes with prompt as a tensor"),
+        ([5], {"padding_mask": torch.ones(1, 1)}, ValueError, "padding_mask needs prompt as a tensor"),
         (
             torch.ones(1, 4, dtype=torch.int64),
             {"padding_mask": torch.ones(1, 3)},
@@ -140,13 +140,13 @@ def test_what_a_decoder_refuses(inputs: Any, fields: dict[str, Any], error: type
         ("captioner", torch.zeros(3, 16, 16, dtype=torch.uint8), {}, "source='image' takes floating-point tensors"),
         ("captioner", [torch.zeros(3, 16, 16), torch.zeros(3, 8, 8)], {}, "sources of different sizes"),
         ("captioner", [torch.zeros(3, 16, 16), torch.zeros(1, 16, 16)], {}, "sources of different sizes"),
-        ("captioner", torch.zeros(3, 16, 16), {"padding_mask": torch.ones(1, 3)}, "does not go with image sources"),
+        ("captioner", torch.zeros(3, 16, 16), {"padding_mask": torch.ones(1, 3)}, "does not match image sources"),
         ("captioner-regions", torch.zeros(0, 10), {}, "source='regions' takes floating-point tensors"),
         (
             "captioner-regions",
             torch.zeros(2, 4, 10),
             {"padding_mask": torch.ones(2, 3)},
-            "does not go with regions sources",
+            "does not match regions sources",
         ),
     ],
 )
@@ -304,7 +304,7 @@ def test_a_stream_computes_only_what_is_asked_for() -> None:
     [
         ([5], {"beam": 2}, "beam=2 has no text before all is done"),
         ([5], {"sample": True, "n_best": 2}, "n_best=2 has no text before all is done"),
-        ([[5], [6]], {}, "a stream is one text, but 2 were asked for"),
+        ([[5], [6]], {}, "a stream is one text, got 2"),
         ([99], {}, "prompt 0 holds token 99"),
     ],
 )

@@ -242,7 +242,7 @@ def test_terms_without_room_are_said(model: Model) -> None:
     (best,) = regard.translate(model, TEXTS[0], glossary=TERMS, max_new_tokens=12).best
     assert "고양이" in best.text
     assert best.missing_terms == ("위에",)
-    with pytest.raises(ValueError, match="glossary=… is for greedy and beam search, not for drawing"):
+    with pytest.raises(ValueError, match="glossary=… needs greedy or beam search, without sampling"):
         regard.translate(model, TEXTS[0], glossary=TERMS, top_k=3)
 
 

@@ -62,7 +62,7 @@ def test_the_command_line_takes_languages(folder: Path, capsys: pytest.CaptureFi
     expected = regard.translate(folder, "b d f", beam=1, max_new_tokens=6, **languages).best[0].text
     assert expected in json.dumps(document)
     assert main([*words, "--to", "de"]) in (1, 2)
-    assert "'de' is no language of this model, which has __en__, __ko__, __fr__" in capsys.readouterr().err
+    assert "'de' is not a language of this model, which has __en__, __ko__, __fr__" in capsys.readouterr().err
 
 
 def test_a_language_by_the_beginning_of_its_name() -> None:
@@ -76,7 +76,7 @@ def test_a_language_by_the_beginning_of_its_name() -> None:
 
     named = Named()
     assert (named.language_id("ko"), named.language_id("pt_XX")) == (8, 10)
-    with pytest.raises(ValueError, match="'pt' is no language of this model"):
+    with pytest.raises(ValueError, match="'pt' is not a language of this model"):
         named.language_id("pt")
     assert named.with_language([7, 3, 4, 2], 8) == [8, 3, 4, 2]
     assert named.with_language([3, 4, 2, 7], 8) == [3, 4, 2, 8]  # as mBART's first version has it

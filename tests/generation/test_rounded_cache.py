@@ -69,7 +69,7 @@ def test_every_search_writes_whole_texts(name: str, search: dict[str, Any], cach
 
 
 def test_what_cannot_be_rounded_says_so() -> None:
-    with pytest.raises(ValueError, match="cache_dtype='int8' is for a preallocated cache"):
+    with pytest.raises(ValueError, match="cache_dtype='int8' needs a preallocated cache"):
         small("gpt2").new_cache(cache_dtype="int8")
-    with pytest.raises(ValueError, match="a recurrent model keeps one state"):
+    with pytest.raises(ValueError, match="does not apply to a recurrent model"):
         generate(small("luong-lstm"), [[5, 6]], max_new_tokens=3, cache="static-int8")

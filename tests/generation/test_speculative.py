@@ -133,9 +133,9 @@ def test_both_models_are_left_as_they_were(models: dict[float, Model]) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"beam": 2}, "draft goes with greedy search, one text a prompt; beam=2 asks for more"),
-        ({"temperature": 0.5}, "draft goes with greedy search, one text a prompt; sample=True asks for more"),
-        ({"cache": "static"}, "draft needs cache='growing' to take guesses back, but cache='static'"),
+        ({"beam": 2}, "draft needs greedy search with one text per prompt, got beam=2"),
+        ({"temperature": 0.5}, "draft needs greedy search with one text per prompt, got sample=True"),
+        ({"cache": "static"}, "draft needs cache='growing' to remove wrong guesses, but cache='static'"),
         ({"draft_tokens": 0}, "draft_tokens=0 must be at least 1"),
     ],
 )
@@ -162,7 +162,7 @@ def test_drafts_that_cannot_guess(name: str, draft: Model, said: str) -> None:
 def test_a_recurrent_model_goes_back_only_so_far() -> None:
     model = small("luong-lstm").double()
     same(model, near(model, 0.5), [5, 6], 16, max_new_tokens=20)
-    with pytest.raises(ValueError, match="draft_tokens=17 is more than the 16 states"):
+    with pytest.raises(ValueError, match="draft_tokens=17 is more than the 16 past states"):
         generate(model, [5], draft=model, draft_tokens=17)
 
 

@@ -362,7 +362,7 @@ def test_a_draft_helps_with_text(translating: Model, speaker: Model) -> None:
     assert helped.drafted.share > 0.9
     other = language_model("bpe", seed=1)
     other.processor = Processor(source=train_tokenizer(["other words"] * 3, "bytes"))
-    with pytest.raises(ValueError, match="the draft has another tokenizer than the model"):
+    with pytest.raises(ValueError, match="the draft has a different tokenizer than the model"):
         regard.generate(speaker, "the", draft=other)
 
 
@@ -459,7 +459,7 @@ def test_classes_of_images(tmp_path: Path) -> None:
         ("the", {"stop": ""}, "stop='' holds an empty string"),
         ("the", {"stopp": "x"}, "GenerateConfig has no field 'stopp'; did you mean 'stop'?"),
         ("the", {"target": "x"}, "target is for models with an encoder"),
-        ("the", {"padding_mask": torch.ones(1, 1)}, "padding_mask goes with token ids as a tensor"),
+        ("the", {"padding_mask": torch.ones(1, 1)}, "padding_mask needs token ids as a tensor"),
     ],
 )
 def test_bad_input_of_a_language_model(speaker: Model, prompt: Any, fields: dict[str, Any], said: str) -> None:
@@ -488,7 +488,7 @@ def test_models_are_asked_for_what_they_can(speaker: Model, translating: Model, 
         regard.generate(captioning, "the")
     with pytest.raises(ValueError, match="it does not caption images"):
         regard.caption(translating, "x.png")
-    with pytest.raises(ValueError, match="this model has head='lm'; only with head='classify'"):
+    with pytest.raises(ValueError, match="this model has head='lm', but classification needs head='classify'"):
         regard.classify(speaker, "the")
 
 
@@ -509,10 +509,10 @@ def test_a_model_without_tokenizer_takes_tokens_alone(captioning: Model) -> None
     ("image", "said"),
     [
         (np.zeros((4, 4), dtype=np.float32), "uint8 (height, width) or (height, width, channels), got float32"),
-        (np.zeros((4, 4, 7), dtype=np.uint8), "an image has 1, 3 or 4 channels"),
+        (np.zeros((4, 4, 7), dtype=np.uint8), "an image must have 1, 3 or 4 channels"),
         (np.zeros((0, 4), dtype=np.uint8), "got uint8 of shape (0, 4)"),
         ([], "there is no image: the list is empty"),
-        (3, "an image is a path, an image of Pillow's or an array of bytes, not int"),
+        (3, "an image must be a path, a Pillow image or an array of bytes, not int"),
     ],
 )
 def test_what_is_no_image(captioning: Model, image: Any, said: str) -> None:

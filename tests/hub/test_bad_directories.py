@@ -334,7 +334,7 @@ def test_a_header_that_claims_more_than_the_file_holds(folder: Path) -> None:
     path = folder / "model.safetensors"
     for length in (2**62, len(path.read_bytes()) + 1):
         path.write_bytes(struct.pack("<Q", length) + path.read_bytes()[8:])
-        refused(folder, "model.safetensors", "cut off or no safetensors file")
+        refused(folder, "model.safetensors", "truncated or not a safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_a_name_twice_in_a_header(folder: Path) -> None:
 
 def test_a_page_that_was_downloaded_in_its_place(folder: Path) -> None:
     (folder / "model.safetensors").write_text("<!doctype html><title>404</title>" * 50)
-    refused(folder, "model.safetensors", "cut off or no safetensors file")
+    refused(folder, "model.safetensors", "truncated or not a safetensors file")
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -565,7 +565,7 @@ def test_a_sentencepiece_model_that_is_none(folder: Path, content: bytes) -> Non
     (folder / "vocab.json").write_text(json.dumps({"</s>": 0}))
     refused(folder, "vocab.json for source.spm has no token '<unk>'")
     (folder / "vocab.json").write_text(json.dumps({"</s>": "0"}))
-    refused(folder, "does not number its tokens")
+    refused(folder, "does not map every token to an integer")
 
 
 @pytest.mark.parametrize("fields", [{"size": "big"}, {"image_mean": 3}, {"image_std": ["x"] * 3}, {"resample": None}])

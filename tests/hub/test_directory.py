@@ -233,7 +233,7 @@ def test_a_pair_of_tokenizers(tmp_path: Path, tokenizer: Backend) -> None:
     model.processor = Processor(source=Tokenizer(content), target=Tokenizer(content))
     processor = load(model.save(tmp_path / "model")).processor
     assert processor.source.encode(TEXT[0]) == processor.target.encode(TEXT[0]) == tokenizer.encode(TEXT[0]).ids
-    with pytest.raises(ValueError, match=r"there are 2 tokenizers; ask for processor\.source or processor\.target"):
+    with pytest.raises(ValueError, match=r"there are 2 tokenizers; use processor\.source or processor\.target"):
         _ = processor.tokenizer
 
 
@@ -279,7 +279,8 @@ def test_marians_pair(folder: Folder, marian: Path, tmp_path: Path) -> None:
         shutil.copy(marian / name, directory)
     processor = load(directory).processor
     their_tokenizer = hf.MarianTokenizer.from_pretrained(directory)
-    for text in (*TEXT, ">>kor<< the cat", "", "unseen Ω"):
+    spelled = ("the </s> cat", "<unk> the", "the<pad>cat", "</s>>>kor<< the </s", ">>kor<<>>kor<< cat", ">><<\n<pad>")
+    for text in (*TEXT, ">>kor<< the cat", "", "unseen Ω", *spelled):
         assert processor.source.encode(text) == their_tokenizer(text)["input_ids"]
         ids = their_tokenizer(text_target=text)["input_ids"]
         assert processor.target.encode(text) == ids
@@ -302,8 +303,40 @@ def test_without_sentencepiece_the_model_loads_and_its_text_says_why(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     model = load(directory)
     assert model.processor.source.size > 3
-    with pytest.raises(Exception, match=r"source\.spm is read by sentencepiece, which is not installed"):
+    with pytest.raises(Exception, match=r"source\.spm needs sentencepiece, which is not installed"):
         model.processor.source.encode("the cat")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_labels": 5, "id2label": {"0": "bad", "1": "good"}},
+        {"num_labels": 2, "id2label": {"0": "bad", "1": "good"}},
+        {"id2label": {"0": "bad", "1": "so", "2": "good"}},
+        {"num_labels": 4, "id2label": None},
+        {},
+    ],
+)
+def test_classes_are_counted_as_transformers_counts_them(said: dict[str, Any], tmp_path: Path) -> None:
+    """Of two numbers that differ ``num_labels`` counts, and the names are forgotten."""
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    theirs = hf.BertForSequenceClassification(hf.BertConfig(**sizes, **said))
+    theirs.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    kept = {name: value for name, value in fields.items() if name not in ("id2label", "label2id")}
+    (tmp_path / "config.json").write_text(json.dumps(kept | said))
+    assert hf.AutoConfig.from_pretrained(tmp_path).num_labels == theirs.num_labels
+    model = load(tmp_path)
+    assert model.config.n_classes == theirs.num_labels
+    named = "num_labels" not in said or said["num_labels"] == 2
+    wanted = tuple((said.get("id2label") or {}).values()) if named else ()
+    assert (() if model.processor is None else model.processor.labels or ()) == wanted
 
 
 def test_labels_and_image(folder: Folder, tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from regard.config import ModelConfig
@@ -21,6 +24,8 @@ from .helpers import edit_json, theirs
 
 CONFIG = ModelConfig(architecture="encoder", source="image", head="none", image_size=16, patch_size=4)
 MAKERS = {"ViTImageProcessor": ViTImageProcessorPil, "CLIPImageProcessor": CLIPImageProcessorPil}
+MAKERS |= {"SiglipImageProcessor": SiglipImageProcessorPil, "BitImageProcessor": BitImageProcessorPil}
+MAKERS |= {"DeiTImageProcessor": DeiTImageProcessorPil}
 SQUARE = {"height": 16, "width": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "square": ("ViTImageProcessor", {"size": SQUARE}),
@@ -38,6 +43,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "not normalised": ("ViTImageProcessor", {"size": SQUARE, "do_normalize": False}),
     "another mean": ("ViTImageProcessor", {"size": SQUARE, "image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3]}),
     **{f"filter {x}": ("ViTImageProcessor", {"size": SQUARE, "resample": x}) for x in range(6)},
+    "siglip": ("SiglipImageProcessor", {"size": SQUARE}),
+    "dinov2": ("BitImageProcessor", {"size": {"shortest_edge": 20}, "crop_size": SQUARE}),
+    "deit": ("DeiTImageProcessor", {"size": {"height": 20, "width": 18}, "crop_size": SQUARE}),
     "clip": ("CLIPImageProcessor", {"size": {"shortest_edge": 16}, "crop_size": SQUARE}),
     "clip, numbers": ("CLIPImageProcessor", {"size": 16, "crop_size": 14}),
     "clip, not cropped": ("CLIPImageProcessor", {"size": {"shortest_edge": 16}, "do_center_crop": False}),

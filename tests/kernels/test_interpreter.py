@@ -20,6 +20,11 @@ HERE = Path(__file__).parent
 FLASH = ("packed", "dense bias shared", "dropout")
 OTHERS = ("xl padded", "additive padded", "capped t5")
 MAPS = ("bigbird-t5",)
+PRODUCTS = (
+    "[40-20-layer-gelu_tanh-torch.float32-interpreted]",
+    "_normalises_the_residual_too[rms-torch.float32-interpreted]",
+    "_in_several_tiles[layer-torch.float32-interpreted]",
+)
 LOSSES = ("12-300-0.1-None-True-5", "7-129-0.0-2.0-True-None")  # rows, classes, smoothing, cap, bias, chunk
 
 
@@ -32,6 +37,8 @@ def test_kernels_in_tritons_interpreter() -> None:
     loss = HERE / "test_token_loss.py"
     tests += [f"{loss}::test_it_is_plain_torch_within_twice_the_error_of_bf16[{name}]" for name in LOSSES]
     tests.append(f"{loss}::test_rows_without_a_target_have_no_gradient")
+    decoding = HERE.parent / "generation" / "test_cuda_graph.py"
+    tests += [f"{decoding}::test_the_kernel_of_a_product{name}" for name in PRODUCTS]
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(TRITON)]))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]

@@ -158,19 +158,19 @@ def test_dropout_is_on_the_sum() -> None:
 
 def test_bad_input_is_said_clearly() -> None:
     token = TokenEmbedding(VOCAB, WIDTH)
-    with pytest.raises(ValueError, match="token ids goes up to 30, but vocab_size=30 allows at most 29"):
+    with pytest.raises(ValueError, match="token ids go up to 30, but vocab_size=30 allows at most 29"):
         token(torch.tensor([[0, 30]]))
-    with pytest.raises(ValueError, match="token ids goes down to -1"):
+    with pytest.raises(ValueError, match="token ids go down to -1"):
         token(torch.tensor([[-1]]))
     with pytest.raises(TypeError, match=r"token ids must be int64 or int32, not torch\.float32"):
         token(torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="the text has length 17, but positions end at max_len=16"):
+    with pytest.raises(ValueError, match="the sequence has length 17, but positions end at max_len=16"):
         Embeddings(token, position=Learned(MAX_LEN, WIDTH))(torch.zeros(1, 17, dtype=torch.long))
     with pytest.raises(ValueError, match="segments were given, but"):
         Embeddings(token)(IDS, segments=SEGMENTS)
     with pytest.raises(ValueError, match="position has d_model=8, but token has d_model=12"):
         Embeddings(token, position=Sinusoidal(8))
-    with pytest.raises(ValueError, match="projection takes width 8, but token has d_model=12"):
+    with pytest.raises(ValueError, match="projection expects width 8, but token has d_model=12"):
         Embeddings(token, projection=nn.Linear(8, 20))
     with pytest.raises(ValueError, match="vocab_size=0 must be at least 1"):
         TokenEmbedding(0, 4)

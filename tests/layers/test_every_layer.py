@@ -18,12 +18,14 @@ from regard.layers import (
     Embeddings,
     FeedForward,
     LayerNorm,
+    LayerScale,
     Learned,
     PatchEmbedding,
     RegionEmbedding,
     RMSNorm,
     Rope,
     Sinusoidal,
+    TanhGate,
     TokenEmbedding,
     VisionEmbeddings,
 )
@@ -54,7 +56,7 @@ def text() -> nn.Module:
 
 def vision() -> nn.Module:
     patches = PatchEmbedding((8, 12), 4, 3, 16)
-    return VisionEmbeddings(patches, position=Learned(7, 16), dropout=0.1)
+    return VisionEmbeddings(patches, position=Learned(7, 16), n_registers=2, dropout=0.1)
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], Args]] = {
@@ -73,6 +75,8 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Args]] = {
     ),
     "layer-norm": (lambda: LayerNorm(16), (X,)),
     "layer-norm-no-bias": (lambda: LayerNorm(16, bias=False), (X,)),
+    "tanh-gate": (lambda: TanhGate(), (X,)),
+    "layer-scale": (lambda: LayerScale(16, 0.5), (X,)),
     "rms-norm": (lambda: RMSNorm(16), (X,)),
     "rms-norm-offset": (lambda: RMSNorm(16, offset=1.0), (X,)),
     **{f"ffn-{kind}": (lambda kind=kind: FeedForward(16, 24, kind), (X,)) for kind in FEEDFORWARD_KINDS},
@@ -181,7 +185,7 @@ def test_cuda_equals_cpu(layer: tuple[Callable[[], nn.Module], Args], fresh_comp
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_bad_ids_on_cuda_are_an_error_and_not_a_lost_device() -> None:
-    with pytest.raises(ValueError, match="token ids goes up to 9, but vocab_size=9"):
+    with pytest.raises(ValueError, match="token ids go up to 9, but vocab_size=9"):
         TokenEmbedding(9, 4).cuda()(torch.tensor([[9]], device="cuda"))
     assert torch.ones(2, device="cuda").sum().item() == 2
 

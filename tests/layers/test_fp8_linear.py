@@ -56,5 +56,5 @@ def test_the_layers_of_a_model_but_neither_its_norms_nor_its_embeddings() -> Non
 
 
 def test_a_device_without_it_says_so() -> None:
-    with pytest.raises(ValueError, match="precision='fp8' is not computed by this cpu device; it has fp32"):
+    with pytest.raises(ValueError, match="precision='fp8' is not supported by this cpu device; it has fp32"):
         Precision("fp8", "cpu")

@@ -89,11 +89,11 @@ def test_learned_is_barts_with_its_offset() -> None:
 
 
 def test_out_of_range_is_said_clearly() -> None:
-    with pytest.raises(ValueError, match="positions goes up to 9, but max_len=9 allows at most 8"):
+    with pytest.raises(ValueError, match="positions go up to 9, but max_len=9 allows at most 8"):
         Learned(9, 4, offset=2)(torch.tensor([0, 9]))
-    with pytest.raises(ValueError, match="positions goes up to 16, but max_len=16"):
+    with pytest.raises(ValueError, match="positions go up to 16, but max_len=16"):
         Sinusoidal(4, max_len=16)(torch.tensor([16]))
-    with pytest.raises(ValueError, match="positions goes down to -2"):
+    with pytest.raises(ValueError, match="positions go down to -2"):
         Learned(9, 4)(torch.tensor([-2]))
     with pytest.raises(TypeError, match=r"positions must be int64 or int32, not torch\.float32"):
         Learned(9, 4)(torch.tensor([0.5]))

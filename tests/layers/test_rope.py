@@ -307,7 +307,7 @@ def test_bad_arguments_are_named() -> None:
         Rope(8, scaling=RopeScalingConfig(**SCALINGS["longrope"]), max_len=MAX_LEN)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="x has heads of width 6, but d_head=8"):
         Rope(8)(torch.zeros(1, 1, 2, 6), torch.arange(2))
-    with pytest.raises(ValueError, match="positions has length 3, but x has length 2"):
+    with pytest.raises(ValueError, match="positions have length 3, but x has length 2"):
         Rope(8)(torch.zeros(1, 1, 2, 8), torch.arange(3))
-    with pytest.raises(ValueError, match="weight has 7 rows, which n_heads=2 does not divide"):
+    with pytest.raises(ValueError, match="weight has 7 rows, which is not divisible by n_heads=2"):
         interleaved_to_half(torch.zeros(7, 2), 2)

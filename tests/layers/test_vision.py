@@ -118,9 +118,9 @@ def test_bad_input_is_said_clearly() -> None:
         PatchEmbedding(9, 4, 3, 10)
     with pytest.raises(ValueError, match="image width=10 is not divisible by patch=4"):
         patches(torch.zeros(1, 3, 8, 10))
-    with pytest.raises(ValueError, match=r"pixels have shape \(1, 1, 8, 8\), but \(B, channels=3, H, W\)"):
+    with pytest.raises(ValueError, match=r"pixels must be \(B, channels=3, H, W\), got shape \(1, 1, 8, 8\)"):
         patches(torch.zeros(1, 1, 8, 8))
-    with pytest.raises(ValueError, match="position has max_len=4, but class tokens and patches make 5"):
+    with pytest.raises(ValueError, match="position has max_len=4, but there are 5 class tokens and patches"):
         VisionEmbeddings(patches, position=Learned(4, 10))
     with pytest.raises(ValueError, match="position has d_model=8, but patches have d_model=10"):
         VisionEmbeddings(patches, position=Learned(5, 8))

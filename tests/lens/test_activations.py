@@ -10,8 +10,10 @@ from torch import Tensor
 
 import regard
 from models.small import inputs_of, small, source_of
+from regard.layers import LayerNorm
 from regard.lens.activations import ActivationRecord, capture
 from regard.lens.interventions import patch
+from regard.lens.residual import norm_before
 from regard.models import Model
 
 FAMILIES = {
@@ -40,12 +42,13 @@ def test_every_site_is_captured_in_the_shape_it_is_listed_with(model: Model) -> 
     assert list(record) == list(model.sites())
     config, source = model.config, record["encoder" if hasattr(model, "encoder") else "decoder"]
     for name, site in model.sites().items():
-        stack = name.split(".")[0]
+        stack = name.split(".")[0] if name != "logits" else "encoder" if model.is_encoder_only else "decoder"
         rows, keys = record[stack].shape[1], source if "cross" in name else record[stack]
         heads = config.n_heads if stack == "encoder" else config.n_decoder_heads or config.n_heads
         width = config.d_head or config.d_model // heads
         sizes = {"B": 3, "T": rows, "S": keys.shape[1], "M": config.d_model, "H": heads, "D": width}
-        sizes |= {"G": config.n_kv_heads or heads, "F": config.d_ff}
+        sizes |= {"G": config.n_kv_heads or heads, "F": config.d_ff, "1": 1}
+        sizes |= {"V": config.output_vocab_size, "C": config.n_classes}
         assert record[name].shape == tuple(sizes[letter] for letter in site.shape.strip("()").split(", ")), name
 
 
@@ -64,7 +67,7 @@ def test_activations_are_those_that_module_hooks_see(model: Model) -> None:
 def test_a_run_patched_with_itself_at_any_site_is_itself(model: Model) -> None:
     record = captured(model)
     before = output(model, record)
-    for name in model.sites():
+    for name in (name for name, site in model.sites().items() if not site.is_derived):
         with patch(model, {name: record[name]}):
             assert torch.equal(output(model, record), before), name
         with patch(model, {name: lambda x: x + 1}):
@@ -84,6 +87,12 @@ def test_prompts_of_unequal_length_are_as_each_alone() -> None:
         torch.testing.assert_close(together.logits[index, len(row) - 1], alone.logits[0, -1])
 
 
+def test_a_site_prints_its_name_and_shape() -> None:
+    sites = small("gpt2").sites()
+    assert repr(sites["decoder.blocks.0.ff.neurons"]) == "HookSite('decoder.blocks.0.ff.neurons', '(B, T, F)')"
+    assert repr(sites["logits"]).endswith(", derived)")
+
+
 def test_sites_and_positions_are_chosen() -> None:
     model = small("gpt2")
     whole = captured(model)
@@ -95,6 +104,57 @@ def test_sites_and_positions_are_chosen() -> None:
         some["decoder.blocks.0"]
     with pytest.raises(ValueError, match=r"'decoder.blocks.0.mlp' matches none of model.sites\(\)"):
         captured(model, sites="decoder.blocks.0.mlp")
+
+
+def test_the_fast_path_and_the_compiled_one_give_what_the_formula_does(model: Model) -> None:
+    expected = captured(_with_backend(model, "reference"))
+    compiled: Any = torch.compile(model, backend="eager")
+    for record in (captured(model), captured(compiled)):
+        for name in expected:
+            torch.testing.assert_close(record[name], expected[name], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(record.logits, expected.logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("point", ["ff.neurons", "ff.input", "attention.input"])
+def test_what_is_computed_when_it_is_read_is_what_it_was(point: str) -> None:
+    model = small("gpt2")
+    name = f"decoder.blocks.1.{point}"
+    record, kept = captured(model), captured(model, sites=name)
+    assert torch.equal(record[name], kept[name])
+    torch.testing.assert_close(record.at(name, 1, 3), kept.at(name, 1, 3), atol=1e-6, rtol=1e-6)
+    with patch(model, {name: lambda x: 2 * x}):
+        assert torch.equal(captured(model)[name], 2 * kept[name])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    with pytest.raises(ValueError, match="the weights have changed since"):
+        record[name]
+    assert kept[name].shape[:2] == record["decoder.blocks.0.ff.output"].shape[:2]
+
+
+@pytest.mark.slow
+def test_a_model_that_inductor_compiled_is_captured_as_the_formula_says() -> None:
+    model = small("gpt2", n_layers=1)
+    reference = _with_backend(model, "reference")
+    compiled: Any = torch.compile(model, backend="inductor")
+    tokens = source_of(model.config)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        before = compiled(tokens)
+        assert torch._dynamo.utils.counters["inductor"], "nothing was compiled"
+        torch.testing.assert_close(before, reference(tokens), atol=1e-5, rtol=1e-5)
+    metric = lambda logits: logits.logsumexp(-1).sum()  # noqa: E731
+    found, expected = (capture(each, tokens, grad=True) for each in (compiled, reference))
+    gradients, wanted = found.gradients(metric), expected.gradients(metric)
+    assert list(found) == list(expected) == list(model.sites())
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-5)
+    assert list(gradients) == list(wanted) == [name for name, site in model.sites().items() if not site.is_derived]
+    for name in wanted:
+        torch.testing.assert_close(gradients[name], wanted[name], atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(compiled(tokens), before), "a capture leaves what is compiled as it was"
 
 
 def test_gradients_are_those_of_the_reference_and_the_parameters_keep_theirs(model: Model) -> None:
@@ -109,6 +169,28 @@ def test_gradients_are_those_of_the_reference_and_the_parameters_keep_theirs(mod
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(ValueError, match="capture with grad=True"):
         captured(model).gradients(metric)
+
+
+def test_gradients_are_those_that_autograd_leaves_at_modules_of_the_reference(model: Model) -> None:
+    """Fused here; there module hooks and ``backward``, without anything of the lens."""
+    record = captured(model, grad=True)
+    metric = lambda logits: logits.logsumexp(-1).sum()  # noqa: E731
+    found, reference, outputs = record.gradients(metric), _with_backend(model, "reference"), {}
+
+    def keep(name: str, x: Tensor) -> None:
+        x.retain_grad()
+        outputs[name] = x
+
+    for stack in (name for name in ("encoder", "decoder") if hasattr(reference, name)):
+        for layer, block in enumerate(getattr(reference, stack).blocks):
+            for part in ("attention", "ff", "cross_attention"):
+                if (module := getattr(block, part, None)) is not None:
+                    name = f"{stack}.blocks.{layer}.{part}.output"
+                    module.register_forward_hook(lambda module, inputs, x, name=name: keep(name, x))
+    metric(reference(*record.inputs.tensors, **record.inputs.masks)).backward()
+    assert len(outputs) >= 4
+    for name, x in outputs.items():
+        torch.testing.assert_close(found[name], x.grad, atol=1e-5, rtol=1e-4)
 
 
 def _with_backend(model: Model, backend: str) -> Model:
@@ -137,19 +219,20 @@ def test_weights_are_those_of_a_look() -> None:
         torch.testing.assert_close(weights, look.weights(layer=1, head=2, kind=kind), atol=1e-6, rtol=1e-5)
 
 
-def test_a_compiled_model_gives_the_same_record() -> None:
-    model = small("gpt2")
-    compiled: Any = torch.compile(model, backend="eager")
-    expected, found = captured(model), captured(compiled)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_what_heads_write_sums_to_the_output() -> None:
-    model = small("gpt2")
+@pytest.mark.parametrize("name", ["gpt2", "llama-1b", "t5-small", "vit-tiny"])
+def test_a_norm_s_scale_makes_its_output(name: str) -> None:
+    model = small(name)
     record = captured(model)
-    bias = model.decoder.blocks[1].attention.w_o.bias
-    written = record.head_results(layer=1).sum(1) + bias
-    torch.testing.assert_close(written, record["decoder.blocks.1.attention.output"], atol=1e-6, rtol=1e-5)
+    for site in (site for site in model.sites() if site.endswith(("attention.input", "ff.input"))):
+        norm, before = norm_before(model, site)
+        x = record[before]
+        centred = x - x.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else x
+        shift = norm.bias if isinstance(norm, LayerNorm) and norm.bias is not None else 0.0
+        normed = centred / record.norm_scale(site)[..., None] * norm.weight + shift
+        torch.testing.assert_close(normed, record[site], atol=1e-5, rtol=1e-5)
+    assert record.norm_scale("final_states").shape == record.final_states.shape[:2]
+    with pytest.raises(ValueError, match="is not the output of a norm"):
+        record.norm_scale("decoder.blocks.0.ff.output")
 
 
 def test_without_a_target_a_translator_writes_its_own() -> None:
@@ -158,3 +241,12 @@ def test_without_a_target_a_translator_writes_its_own() -> None:
     record = capture(model, [source[0].tolist(), source[1].tolist()[:3]])
     assert record.inputs.source_lengths == [source.shape[1], 3]
     assert len(record.lengths) == 2 == len(record.logits)
+
+
+@pytest.mark.parametrize("layer", [2, -3])
+def test_a_layer_that_is_not_there_is_named(layer: int) -> None:
+    record = captured(small("gpt2"))
+    for read in (record.attention, record.call, record.head_results):
+        with pytest.raises(ValueError, match=f"layer={layer} is not one of the self attention's layers: .* 2, 0 to 1"):
+            read(layer=layer)
+    assert torch.equal(record.attention(layer=-1).tile(), record.attention(layer=1).tile())

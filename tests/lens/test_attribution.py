@@ -120,9 +120,9 @@ def test_wrong_questions_are_answered_in_a_sentence() -> None:
         record.logit_attribution(position=99)
     with pytest.raises(ValueError, match="is not one of the 31 outputs"):
         record.logit_attribution(31)
-    with pytest.raises(ValueError, match="writes nothing into this logit directly"):
+    with pytest.raises(ValueError, match="does not contribute to this logit directly"):
         record.logit_attribution(3).tokens(layer=0, kind="encoder")
-    with pytest.raises(ValueError, match="prompt=3: there are 3"):
+    with pytest.raises(ValueError, match="prompt=3: the record has 3 prompts"):
         record.why(layer=0, head=0, row=0, col=0, prompt=3)
     some = capture(model, *inputs_of(model.config), positions=[1])
     with pytest.raises(ValueError, match="position 2 was not captured"):

@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.small import small, source_of
+from generation.spoken import translator
+from models.small import inputs_of, small, source_of
+from regard.cli import main
 from regard.data.corpora.repeats import WORDS, Repeats, induction_pairs
 from regard.errors import BadData
 from regard.lens.activations import capture
-from regard.lens.circuit import CircuitRunner, Edge, ResidualGraph, edge_scores, edges_on_paths, find_circuit, read_task
+from regard.lens.capture import attention_name
+from regard.lens.circuit import edges_on_paths, find_circuit, read_task
 from regard.lens.interventions import patch
 from regard.lens.patching import logit_difference, read_pairs
+from regard.lens.residual_graph import CircuitRunner, Edge, ResidualGraph, edge_scores, path_patching
 from regard.models import Model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,6 +72,37 @@ def test_a_part_without_its_edges_is_a_part_that_is_patched(model: Model) -> Non
         torch.testing.assert_close(runner.logits(kept), expected, atol=1e-6, rtol=1e-6)
 
 
+def test_an_encoder_decoder_and_an_encoder_have_edges_too() -> None:
+    for name in ("t5-small", "vit-tiny"):
+        model = small(name).double()
+        source, *target = inputs_of(model.config, batch=1)
+        other, metric = source_of(model.config, batch=1, seed=9).to(source), logit_difference(model, 3, 4)
+        source, other = (x.double() if x.is_floating_point() else x for x in (source, other))
+        (both,) = read_pairs(model, source, other, (target[0], target[0]) if target else None)
+        runner = CircuitRunner(model, ResidualGraph(model), *both, metric)
+        graph, every = runner.graph, runner.graph.possible
+        torch.testing.assert_close(runner.logits(every), runner.clean.logits, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(runner.logits(every & False), runner.corrupted.logits, atol=1e-6, rtol=1e-6)
+        writers = {"encoder.0.1": ("encoder", 0, 1), "cross.1.2": ("cross", 1, 2), "self.0.3": ("self", 0, 3)}
+        for writer, (kind, layer, head) in writers.items():
+            if writer not in graph.writers:
+                continue
+            kept = every.clone()
+            kept[graph.writers.index(writer)] = False
+            heads = runner.corrupted[f"{attention_name(kind, layer)}.heads"][:, head]
+            with torch.no_grad(), patch(model, {(kind, layer, head): heads}):
+                expected = model(*both[0].tensors)
+            torch.testing.assert_close(runner.logits(kept), expected, atol=1e-6, rtol=1e-6)
+        found = find_circuit(
+            model, source, other, metric, faithfulness=0.7, steps=2, target=target[0] if target else None
+        )
+        assert found.faithfulness >= 0.7
+        assert {edge.reader for edge in found.edges} <= set(graph.readers)
+        found._figure()
+        if target:
+            assert any(edge.reader.startswith("cross.") for edge in found.edges)  # only the source differs
+
+
 def test_scores_of_near_prompts_are_what_each_edge_brings(model: Model) -> None:
     with torch.no_grad():  # embeddings that hardly differ: the first order is then all there is
         table = model.token.weight
@@ -82,6 +117,41 @@ def test_scores_of_near_prompts_are_what_each_edge_brings(model: Model) -> None:
     torch.testing.assert_close(scores, brought, atol=2e-2, rtol=2e-2)
     averaged = edge_scores(model, *pair(model), runner.metric, steps=3)[1]
     torch.testing.assert_close(averaged, scores, atol=2e-2, rtol=2e-2)
+
+
+def test_a_path_is_patched_alone(model: Model) -> None:
+    clean, corrupted = pair(model)
+    metric = logit_difference(model, 4, 5)
+    a, b = capture(model, clean), capture(model, corrupted)
+    ends = [float(metric(x.logits)) for x in (a, b)]
+    grouped = model.config.n_kv_heads == 2
+    reader = "self.1.1.k" if grouped else "self.1.2.k"
+    direct, through = ("self.0.1", "logits"), ("self.0.1", reader, "logits")
+    found = path_patching(model, clean, corrupted, metric, [direct, through])
+    # By hand: the last state with what head 1 of the first layer writes in the corrupted run in place of its own.
+    change = (b.head_results(layer=0) - a.head_results(layer=0))[:, 1]
+    with torch.no_grad():
+        final = a["decoder.blocks.1.output"] + change
+        value = float(metric(model.head(model.decoder.norm(final), model.output_table)))
+        assert found[direct] == pytest.approx((value - ends[0]) / (ends[1] - ends[0]), abs=1e-6)
+        # The keys of a head read that change; what the head writes then goes to the last state alone.
+        block = model.decoder.blocks[1]
+        k = block.attention.qkv(block.attention_norm(a["decoder.blocks.1.input"] + change))[1]
+        group = 1 if grouped else 2
+        keys = a["decoder.blocks.1.attention.k"].clone()
+        keys[:, group] = k[:, group]
+        with patch(model, {"decoder.blocks.1.attention.k": keys}):
+            c = capture(model, clean)
+        heads = slice(2, 4) if grouped else slice(2, 3)
+        changed = (c.head_results(layer=1) - a.head_results(layer=1))[:, heads].sum(1)
+        value = float(
+            metric(model.head(model.decoder.norm(a["decoder.blocks.1.output"] + changed), model.output_table))
+        )
+    assert found[through] == pytest.approx((value - ends[0]) / (ends[1] - ends[0]), abs=1e-6)
+    with pytest.raises(ValueError, match=r"'self.0.9' is not a writer of this model"):
+        path_patching(model, clean, corrupted, metric, [("self.0.9", "logits")])
+    with pytest.raises(ValueError, match=r"does not read the output of self.1.0"):
+        path_patching(model, clean, corrupted, metric, [("self.1.0", "self.0.0.q", "logits")])
 
 
 def test_edges_that_lead_nowhere_are_left_out() -> None:
@@ -109,11 +179,27 @@ def test_a_circuit_is_as_faithful_as_asked_and_nothing_in_it_is_idle() -> None:
         kept[runner.graph.writers.index(edge.writer), runner.graph.readers.index(edge.reader)] = True
     assert runner.faithfulness(kept) == pytest.approx(found.faithfulness)
     assert 1 - runner.faithfulness(runner.graph.possible & ~kept) == pytest.approx(found.completeness)
+    losses = []
+    for writer, reader in kept.nonzero().tolist():
+        fewer = kept.clone()
+        fewer[writer, reader] = False
+        losses.append(found.faithfulness - runner.faithfulness(edges_on_paths(runner.graph, fewer)))
+    assert min(losses) == pytest.approx(found.minimality)
+    assert found.minimality > found.faithfulness - 0.8, "each edge is needed for the faithfulness that was asked for"
+    assert f"minimality {found.minimality:.3f}" in found.to_text()
+
+
+def test_a_pair_with_the_same_metric_on_both_prompts_is_refused() -> None:
+    model = small("llama-1b")
+    text, metric = source_of(model.config, batch=1), logit_difference(model, 4, 5)
+    for find in (find_circuit, lambda *given: path_patching(*given, [("embedding", "logits")])):
+        with pytest.raises(ValueError, match="the metric of pair 0 is the same on both prompts"):
+            find(model, text, text, metric)
 
 
 def test_what_has_no_such_edges_is_refused() -> None:
-    for name in ("transformer-base", "sentiment"):
-        with pytest.raises(ValueError, match="circuits are found in decoders with heads"):
+    for name in ("transformer-base", "bert-base-masked"):
+        with pytest.raises(ValueError, match="circuits need a pre-norm model"):
             ResidualGraph(small(name))
 
 
@@ -142,3 +228,15 @@ def test_a_task_is_read_from_a_table(tmp_path: Path) -> None:
     file.write_text('{"clean": "a", "corrupted": "b"}\n')
     with pytest.raises(BadData, match="needs the columns clean, corrupted, answer, wrong"):
         read_task(file)
+
+
+def test_the_command_finds_one_in_a_translator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    translator(norm_place="pre", joint=False).save(tmp_path / "model")
+    rows = ["clean\tcorrupted\tanswer\twrong\ttarget", "qz\tzq\t고\t이\t고양"]
+    (tmp_path / "pairs.tsv").write_text("\n".join(rows), encoding="utf-8")
+    command = ["circuit", str(tmp_path / "model"), str(tmp_path / "pairs.tsv"), "--device", "cpu", "--json"]
+    picture = tmp_path / "circuit.svg"
+    assert main([*command, "--steps", "1", "--faithfulness", "0.5", "--out", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert any(edge["from"].startswith(("source", "encoder")) for edge in found["edges"])
+    assert picture.is_file()

@@ -243,9 +243,9 @@ def test_two_models_two_layers_and_an_intervention() -> None:
 
 def test_what_cannot_be_compared_is_told() -> None:
     a = look(language_model(), TEXT)
-    with pytest.raises(ValueError, match="both must look at the same tokens"):
+    with pytest.raises(ValueError, match="both must be of the same tokens"):
         compare(a, look(language_model(), "the cat"))
-    with pytest.raises(ValueError, match="a has 2 self layers and b 1; say which pairs"):
+    with pytest.raises(ValueError, match="a has 2 self layers and b has 1; give layers="):
         compare(a, look(language_model(n_layers=1), TEXT))
     with pytest.raises(ValueError, match="layer=7"):
         compare(a, a, layers=[(0, 7)])

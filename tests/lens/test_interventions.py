@@ -310,10 +310,10 @@ def _fail(_: Tensor) -> None:
 def test_an_exception_inside_the_model_leaves_no_trace_either() -> None:
     model = small("gpt2")
     before = run(model)
-    said = "4 queries and 4 keys, this pass 9 and 9"
+    said = "4 queries and 4 keys, this pass has 9 and 9"
     with pytest.raises(ValueError, match=said), edit_head(model, "self", 1, 0, torch.rand(4, 4)):
         run(model)
-    said = r"at decoder.blocks.0 has shape \(3, 5, 24\), what passes there \(3, 9, 24\)"
+    said = r"at decoder.blocks.0 has shape \(3, 5, 24\), but the one it replaces has shape \(3, 9, 24\)"
     short = {"decoder.blocks.0": torch.zeros(3, 5, 24)}
     with pytest.raises(ValueError, match=said), patch(model, short), switch_off(model, [("self", 0, 0)]):
         run(model)
@@ -403,11 +403,11 @@ def test_gradients_pass_through_an_intervention() -> None:
     [
         (
             lambda m: switch_off(m, [("self", 2, 0)]),
-            "layer=2 is not one of the self attention's layers: this model has 2",
+            "layer=2: the self attention has 2 layers, 0 to 1",
         ),
         (
             lambda m: switch_off(m, [("self", 0, 4)]),
-            "head=4 is not one of the self attention's heads: there are 4, 0 to 3",
+            "head=4: the self attention has 4 heads, 0 to 3",
         ),
         (
             lambda m: switch_off(m, [("cross", 0, 0)]),
@@ -418,11 +418,11 @@ def test_gradients_pass_through_an_intervention() -> None:
         (lambda m: patch(m, {"decoder.blocks.7": torch.zeros(1)}), "the decoder has 2 layers, 0 to 1"),
         (
             lambda m: patch(m, {"encoder": torch.zeros(1)}),
-            r"place='encoder' is none of model.sites\(\): the decoder has 2 layers",
+            r"place='encoder' is not in model.sites\(\): the decoder has 2 layers",
         ),
         (lambda m: patch(m, {"decoder.blocks.0.cross_attention": torch.zeros(1)}), "did you mean decoder.blocks.0"),
         (lambda m: attention_scale(m, float("nan")), "factor=nan must be a finite number"),
-        (lambda m: no_causal_mask(m, layers=[5]), "layer=5 is not one of"),
+        (lambda m: no_causal_mask(m, layers=[5]), "layer=5: the self attention has 2 layers"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(intervene: Any, said: str) -> None:
@@ -435,7 +435,7 @@ def test_mistakes_are_told_in_a_sentence(intervene: Any, said: str) -> None:
 def test_what_a_model_does_not_have_is_told() -> None:
     with pytest.raises(ValueError, match="no causal mask to remove"), no_causal_mask(small("vit-tiny")):
         pass
-    said = "cross attention's scores are 'additive'"
+    said = "cross attention has scores of 'additive'"
     with pytest.raises(ValueError, match=said), attention_scale(small("bahdanau-gru"), 2.0):
         pass
     with pytest.raises(ValueError, match="no attention weights"), switch_off(small("lstm-plain"), [("cross", 0, 0)]):

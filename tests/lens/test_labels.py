@@ -246,5 +246,5 @@ def test_next_tokens_are_said_as_they_are_written() -> None:
     assert found == sorted(found, key=lambda x: -x.probability)
     assert len(look.next(k=50, top_k=3)) == 3
     assert look.next(k=1, temperature=0.01)[0].probability > found[0].probability
-    with pytest.raises(ValueError, match="head='none': it says no tokens"):
+    with pytest.raises(ValueError, match="head='none': it does not predict tokens"):
         regard.look(small("bert-base"), [3, 4]).next()

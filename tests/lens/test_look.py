@@ -237,9 +237,9 @@ def test_distance_and_rollout(seen: Look) -> None:
     flow = seen.rollout(kind="self")
     torch.testing.assert_close(flow.sum(-1), torch.ones(len(flow)))
     torch.testing.assert_close(seen.rollout(kind="self", rows=[2]), flow[2:3])
-    with pytest.raises(ValueError, match="kind='cross' leads to another"):
+    with pytest.raises(ValueError, match="kind='cross' attends to another text"):
         seen.rollout(kind="cross")
-    with pytest.raises(ValueError, match="there is no distance between them"):
+    with pytest.raises(ValueError, match="so they have no distance"):
         seen.distance(kind="cross")
 
 
@@ -302,7 +302,7 @@ def test_the_target_may_be_ids_and_may_have_its_end_already(seen: Look) -> None:
             lambda x: x.weights(layer=0, head=0, kind="both"),
             r"kind='both': this model has 'encoder' and 'self' and 'cross' atten",
         ),
-        (lambda x: x.weights(layer=0, head=0, rows=99), r"rows=99 is outside of a map that has"),
+        (lambda x: x.weights(layer=0, head=0, rows=99), r"rows=99 is out of range for size"),
         (lambda x: x.next(99), r"position=99: there are \d+ tokens, 0 … \d+"),
         (lambda x: x.next(0, temperature=-1.0), r"temperature=-1.0 must be a positive number"),
         (lambda x: x.top(0), r"k=0 must be at least 1"),
@@ -322,12 +322,12 @@ def test_what_is_out_of_range_is_said_in_one_sentence(seen: Look, ask: Any, mess
         (lambda: small("gpt2"), ([],), "text is empty"),
         (lambda: small("gpt2"), ("the cat",), "no tokenizer for text to read"),
         (lambda: small("gpt2"), ([3], [4]), "target is for models with an encoder"),
-        (lambda: small("gpt2"), ([[3], [4]],), "a look is at one text, got 2"),
+        (lambda: small("gpt2"), ([[3], [4]],), "a look reads one text, got 2"),
         (lambda: small("bert-base"), ([3], [4]), "target is for models that write text"),
         (lambda: small("transformer-base"), ([3], [4] * 24), "target has 25 tokens, but"),
         (lambda: small("lstm-plain"), ([3], [4]), "no attention to look at: it is built with alignment='none'"),
         (lambda: small("bert-base", mixer="fourier"), ([3, 4],), "no attention to look at.*mixer='fourier'"),
-        (lambda: small("vit-tiny"), (torch.randn(2, 3, 16, 16),), "a look is at one image, got 2"),
+        (lambda: small("vit-tiny"), (torch.randn(2, 3, 16, 16),), "a look reads one image, got 2"),
         (lambda: small("captioner-regions"), (torch.randn(2, 5, 10),), "the regions of one image"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor
 
 from models.small import inputs_of, small, source_of
+from regard.lens import patch_runner
 from regard.lens.activations import capture
-from regard.lens.interventions import patch
+from regard.lens.interventions import no_causal_mask, patch
+from regard.lens.patch_runner import PatchRunner
 from regard.lens.patching import Over, attribution_patching, logit_difference, patching_sweep
 from regard.models import Model
 
@@ -74,6 +77,78 @@ def test_an_encoder_decoder_is_patched_on_either_side() -> None:
     assert cross.effects.shape == (2,)
     assert heads.effects.shape == (2, 4)
     assert float(cross.effects[0].abs()) > 1e-3
+
+
+@pytest.mark.parametrize("fields", [{}, {"positions": "alibi"}, {"window": 3}, {"share_layers": True}], ids=str)
+def test_what_a_patch_leaves_alone_is_not_run_again(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("llama-1b", n_kv_heads=2, n_layers=3, **fields)
+    clean, corrupted = prompts(model, 2), prompts(model, 9)
+    metric = logit_difference(model, 4, 5)
+    whole = lambda logits: metric(logits)  # noqa: E731 — one that does not say which logits it reads
+    for over in ("residual", "ff", "heads", "q", "k", "v"):
+        options: dict[str, Any] = {"over": over, "by_position": True}
+        with monkeypatch.context() as patched:
+            patched.setattr(PatchRunner, "groups", lambda self, patches, batch: [[n] for n in range(len(patches))])
+            patched.setattr(PatchRunner, "run", _run_all)
+            expected = patching_sweep(model, clean, corrupted, whole, **options)
+        assert float(expected.effects.abs().max()) > 1e-3
+        for few_tokens in (0, 32, 256):  # patches that run together: of one token, of some, of all
+            monkeypatch.setattr(patch_runner, "_FEW_TOKENS", few_tokens)
+            for way in (metric, whole):
+                found = patching_sweep(model, clean, corrupted, way, **options)
+                torch.testing.assert_close(found.effects, expected.effects, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("edit", ["input", "positions", "mask"])
+def test_a_sweep_under_edits_is_every_patch_made_under_them(edit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that start at a layer or token would apply an edit twice, at other tokens, or miss what it changes."""
+    monkeypatch.setattr(patch_runner, "_FEW_TOKENS", 0)
+    model = small("llama-1b", n_layers=3)
+    clean, corrupted, metric = prompts(model, 2), prompts(model, 9), logit_difference(model, 4, 5)
+
+    def make_edit() -> AbstractContextManager[None]:
+        if edit == "mask":
+            return no_causal_mask(model)
+        if edit == "positions":
+            return patch(model, {"decoder.blocks.1.ff.output": torch.zeros_like}, [1])
+        return patch(model, {"decoder": lambda x: 2 * x})
+
+    with make_edit():
+        found = patching_sweep(model, clean, corrupted, metric)
+        record = capture(model, clean)
+    with make_edit(), torch.no_grad():
+        ends = metric(model(clean)), metric(model(corrupted))
+        for layer in range(3):
+            site = f"decoder.blocks.{layer}.input"
+            for position in range(clean.shape[1]):
+                with patch(model, {site: record[site]}, [position]):
+                    expected = float((metric(model(corrupted)) - ends[1]) / (ends[0] - ends[1]))
+                assert float(found.effects[layer, position]) == pytest.approx(expected, abs=1e-4)
+
+
+def _run_all(self: PatchRunner, patches: Any, metric: Any) -> Tensor:
+    return metric(self.model(*self.inputs.tensors))
+
+
+def test_a_sweep_runs_each_patch_from_its_layer_and_token_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_runner, "_FEW_TOKENS", 0)
+    model = small("llama-1b", n_layers=3)
+    clean, corrupted = prompts(model, 2), prompts(model, 9)
+    seen = [0, 0, 0]
+
+    def count(layer: int, inputs: tuple[Any, ...]) -> None:
+        seen[layer] += inputs[0].shape[:2].numel()
+
+    for layer, block in enumerate(model.decoder.blocks):
+        block.register_forward_hook(lambda module, inputs, output, layer=layer: count(layer, inputs))
+    patching_sweep(model, clean, corrupted, logit_difference(model, 4, 5))
+    n = clean.numel()
+    every = n * (n + 1) // 2  # one patch for each token, from that token on
+    # Both texts as a whole; then of the last layer, for the patches below it, only the token that the metric reads.
+    assert seen == [2 * n + every, 2 * n + 2 * every, 2 * n + 2 * n + every]
+    seen = [0, 0, 0]
+    patching_sweep(model, clean, corrupted, logit_difference(model, 4, 5, position=3))
+    assert seen == [2 * n + every, 2 * n + 2 * every, 2 * n + 3 * every]
 
 
 OVER: tuple[Over, ...] = ("residual", "attention", "ff", "neurons", "heads", "q", "k", "v")

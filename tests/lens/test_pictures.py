@@ -175,7 +175,7 @@ def test_an_overlay_for_each_word_and_for_the_patches(caption: Look, tmp_path: P
         assert caption.overlay(tmp_path / "x.png", kind=kind).read_bytes().startswith(b"\x89PNG")
     assert caption.image is not None
     assert caption.image.size == (60, 40)
-    with pytest.raises(ValueError, match="kind='self' does not look at an image"):
+    with pytest.raises(ValueError, match="kind='self' does not attend to an image"):
         caption.overlay(tmp_path / "x.png", kind="self")
 
 
@@ -200,7 +200,7 @@ def test_other_files_are_refused(seen: Look, tmp_path: Path, name: str, message:
 
 
 def test_steps_between_rows_are_refused(seen: Look, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must be neighbours"):
+    with pytest.raises(ValueError, match="must be contiguous"):
         seen.heatmap(tmp_path / "x.png", rows=slice(0, 4, 2))
 
 

@@ -168,7 +168,7 @@ def test_a_score_is_a_table_and_a_document() -> None:
         "head 3",
         "layer 1",
         "together",
-        "without looking",
+        "without attention",
     ):
         assert wanted in found["table"]
     assert f"{100 * found['read'][1][3]:.1f} %" in found["table"]
@@ -227,7 +227,8 @@ def test_arcs_of_a_sentence_are_links_to_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("links", "said"), [([(99, 0)], r"link \(99, 0\) leaves the 6 column words"), ([(0, -1)], r"link \(0, -1\) leaves")]
+    ("links", "said"),
+    [([(99, 0)], r"link \(99, 0\) is outside the 6 column words"), ([(0, -1)], r"link \(0, -1\) is outside")],
 )
 def test_links_outside_of_the_text_are_told(links: list[tuple[int, int]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -236,9 +237,9 @@ def test_links_outside_of_the_text_are_told(links: list[tuple[int, int]], said: 
 
 def test_words_that_the_tokens_cannot_spell_are_told() -> None:
     seen = look(translator(), "the cat", "주의력만")
-    with pytest.raises(ValueError, match="spell 7 letters of a text of 9"):
+    with pytest.raises(ValueError, match="spell 7 of the text's 9 letters"):
         word_tokens(seen.cols(kind="cross"), "the cat!!")
-    with pytest.raises(ValueError, match="one side of this look is none"):
+    with pytest.raises(ValueError, match="one side of this look is not text"):
         align_words(look(shapes_captioner(), torch.rand(3, 64, 64), "a red circle"), [(0, 0)])
 
 

@@ -42,12 +42,12 @@ def small(name: str, **fields: Any) -> Model:
     return shaken(build(small_config(name, **fields))).eval()
 
 
-def shaken(model: Model) -> Model:
+def shaken(model: Model, by: float = 0.2) -> Model:
     """Nothing stays at a value that would hide its part: biases leave 0, norms leave 1."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.2 * torch.randn(p.shape, generator=generator))
+            p.add_(by * torch.randn(p.shape, generator=generator))
     return model
 
 

@@ -464,7 +464,7 @@ def test_an_image_window_is_the_encoders_alone() -> None:
     assert isinstance(model, EncoderDecoder)
     assert all(block.mask is not None for block in model.encoder.blocks)
     assert all(block.mask is None for block in model.decoder.blocks)
-    with pytest.raises(ValueError, match=r"shifted_windows=2 fit image_size=16, not images of \(32, 16\)"):
+    with pytest.raises(ValueError, match=r"shifted_windows=2 needs images of image_size=16, got \(32, 16\)"):
         model(torch.randn(1, 3, 32, 16), target_of(model.config, 1))
 
 

@@ -54,10 +54,10 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "architecture='decoder' reads text; source='image' needs an encoder": {
         **{"architecture": "decoder", "source": "image"},
     },
-    "head='masked-lm' goes with architecture='encoder', not 'decoder'": {
+    "head='masked-lm' needs architecture='encoder', not 'decoder'": {
         **{"architecture": "decoder", "head": "masked-lm"},
     },
-    "head='classify' goes with architecture='encoder', not 'encoder-decoder'": {"head": "classify"},
+    "head='classify' needs architecture='encoder', not 'encoder-decoder'": {"head": "classify"},
     "head='lm' needs a decoder; architecture='encoder' has 'masked-lm', 'classify' or 'none'": {
         "architecture": "encoder",
     },
@@ -72,36 +72,36 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "mixer='linformer' mixes all tokens at once, so sparsity cannot narrow it": {
         **{"architecture": "encoder", "head": "none", "mixer": "linformer", "sparsity": "bigbird"},
     },
-    "sparsity='strided' and window=4 both say who is seen": {"sparsity": "strided", "window": 4},
+    "sparsity='strided' cannot be combined with window=4": {"sparsity": "strided", "window": 4},
     "sparsity_size=0 must be at least 1": {"sparsity": "strided", "sparsity_size": 0},
     "sparsity_random=101.0 must lie between 0 and 100": {"sparsity": "bigbird", "sparsity_random": 101},
-    "mixer='performr' is none of dot, additive, linear, performer, linformer, fourier, mamba2; did you mean "
-    "'performer'?": {"mixer": "performr"},
+    "mixer='performr' is not one of dot, additive, sigmoid, differential, linear, performer, linformer, fourier, "
+    "mamba, mamba2; did you mean 'performer'?": {"mixer": "performr"},
     "mixer='fourier' mixes all tokens at once, so shifted_windows cannot narrow it": {
         **{"architecture": "encoder", "head": "none", "source": "image", "mixer": "fourier", "shifted_windows": 2},
     },
-    "positions='t5' is a bias on scores of token pairs, which mixer='linear' has not": {
+    "positions='t5' is a bias on scores of token pairs, which mixer='linear' does not have": {
         **{"positions": "t5", "mixer": "linear"},
     },
-    "positions='alibi' is a bias on scores of token pairs, which mixer='performer' has not": {
+    "positions='alibi' is a bias on scores of token pairs, which mixer='performer' does not have": {
         **{"positions": "alibi", "mixer": "performer"},
     },
-    "positions='xl' is a bias on scores of token pairs, which mixer='linformer' has not": {
+    "positions='xl' is a bias on scores of token pairs, which mixer='linformer' does not have": {
         **{"architecture": "encoder", "head": "none", "positions": "xl", "mixer": "linformer"},
     },
-    "positions='rope' acts inside attention, which mixer='fourier' has not": {
+    "positions='rope' acts inside attention, which mixer='fourier' does not have": {
         **{"architecture": "encoder", "head": "none", "positions": "rope", "mixer": "fourier"},
     },
     "shifted_windows=4 needs source='image', not 'text'": {"shifted_windows": 4},
     "window_layers=(1,) needs a window": {"window_layers": (1,)},
     "window_layers=(0, 6) must lie between 0 and 5": {"window": 4, "window_layers": (0, 6)},
-    "share_layers=True gives all layers one pattern, but window_layers tells them apart": {
+    "share_layers=True gives all layers one pattern, but window_layers differs between layers": {
         **{"share_layers": True, "window": 4, "window_layers": (0,)},
     },
     "dropout=1.0 must lie in [0, 1)": {"dropout": 1.0},
     "attention_dropout=-0.1 must lie in [0, 1)": {"attention_dropout": -0.1},
     **{f"{name}=0 must be at least 1": {name: 0} for name in ("vocab_size", "d_model", "n_layers", "n_heads")},
-    "d_ff=0 leaves layers without a feed-forward network; that is for mixer='mamba2' alone": {"d_ff": 0},
+    "d_ff=0 removes the feed-forward network, which needs mixer='mamba' or 'mamba2'": {"d_ff": 0},
     "d_ff=-1 must not be negative": {"d_ff": -1},
     **{f"{name}=0 must be at least 1": {name: 0} for name in ("max_len", "window", "n_kv_heads", "d_head", "d_region")},
     "n_decoder_layers=-1 must be at least 1": {"n_decoder_layers": -1},

@@ -67,7 +67,7 @@ def test_one_token_and_one_row_at_a_time() -> None:
 def test_a_form_whose_shapes_are_fixed_computes_the_same() -> None:
     ff, x = experts_of(shared_experts=0, activation="reglu"), torch.randn(9, SIZES["d_model"])
     routing = ff.route(ff.router(x))
-    torch.testing.assert_close(ff._by_all(x, routing.experts, routing.weights), ff(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ff._run_all(x, routing.experts, routing.weights), ff(x), atol=1e-5, rtol=1e-5)
 
 
 def test_a_compiled_step_is_the_same() -> None:
@@ -114,7 +114,7 @@ def test_the_routers_losses() -> None:
         ({"experts": None, "shared_experts": 1}, "shared_experts=1 needs experts"),
         ({"experts": 0}, "experts=0 must be at least 1"),
         ({"balance_loss": -1.0}, "balance_loss=-1.0 must not be negative"),
-        ({"architecture": "recurrent", "positions": "none"}, "experts=5 means nothing to architecture='recurrent'"),
+        ({"architecture": "recurrent", "positions": "none"}, "experts=5 does not apply to architecture='recurrent'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -200,7 +200,7 @@ def test_cost_tells_active_from_total() -> None:
     assert cost.training is not None
     assert dense.training is not None
     assert cost.training.by_part["decoder feed-forward"] > 2 * dense.training.by_part["decoder feed-forward"]
-    assert "2 of 8 experts a token" in cost.to_text()
+    assert "2 of 8 experts per token" in cost.to_text()
 
 
 def test_an_attribution_of_experts_is_whole() -> None:

@@ -1,4 +1,4 @@
-"""Mamba-2 as a mixer: chunks equal the recurrence, decoding in constant memory, weights in the lens, cost."""
+"""Mamba and Mamba-2 as mixers: chunks equal the recurrence, decoding in constant memory, weights in the lens, cost."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import regard
+from regard.attention.selective_scan import Mamba, scan_selective, scan_selective_recurrent
 from regard.attention.state_space import Mamba2, StateSpaceCache, scan_chunked, scan_recurrent
 from regard.config import ModelConfig
 from regard.errors import RegardError
@@ -86,7 +87,7 @@ def test_a_cache_of_constant_size_decodes_exactly() -> None:
         sizes.append(cache.memory())
     torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
     assert len(set(sizes)) == 1
-    with pytest.raises(ValueError, match="cannot be taken back"):
+    with pytest.raises(ValueError, match="cannot be truncated"):
         cache.truncate(100)
     cache.truncate(150)
 
@@ -107,6 +108,14 @@ def test_padding_changes_nothing(left: bool) -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_half_precision_decodes_token_by_token() -> None:
+    model, tokens = model_of().bfloat16(), torch.randint(3, 31, (2, 9))
+    cache = model.new_cache()
+    steps = [model(tokens[:, n : n + 1], cache=cache) for n in range(9)]
+    torch.testing.assert_close(torch.cat(steps, 1), model(tokens), atol=5e-2, rtol=5e-2)
+
+
 def test_beams_and_texts_of_unlike_lengths() -> None:
     model = model_of()
     together = regard.generate(model, [[5, 6, 7, 8], [9, 10]], max_new_tokens=6, beam=3)
@@ -150,8 +159,8 @@ def test_it_trains_with_a_feed_forward_network_beside_it_too() -> None:
         ({"architecture": "encoder", "head": "none"}, "needs architecture='decoder'"),
         ({"positions": "rope"}, "positions='rope' acts inside attention"),
         ({"window": 4}, "window=4 is for attention"),
-        ({"mixer": "dot", "mixer_size": None}, "d_ff=0 leaves layers without a feed-forward network"),
-        ({"experts": 4}, "that is for mixer='mamba2' alone"),
+        ({"mixer": "dot", "mixer_size": None}, "d_ff=0 removes the feed-forward network"),
+        ({"experts": 4}, "which needs mixer='mamba' or 'mamba2'"),
         ({"conv_size": 0}, "conv_size=0 must be at least 1"),
     ],
 )
@@ -179,6 +188,65 @@ def test_cost_knows_its_state() -> None:
     assert short.parameters.total == model.n_parameters
     products = sum(p.numel() for name, p in model.named_parameters() if name.endswith(("w_in.weight", "w_out.weight")))
     assert short.flops_forward.parts["decoder projections"] == 2 * 16 * products
+
+
+def selective_parts(length: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    x, b, c = (torch.randn(2, length, n, generator=generator) for n in (6, 5, 5))
+    dt, a = torch.rand(2, length, 6, generator=generator), -8 * torch.rand(6, 5, generator=generator)
+    return x, dt, a, b, c
+
+
+@pytest.mark.parametrize("length", [2, 16, 37])
+def test_a_selective_scan_is_its_recurrence(length: int) -> None:
+    """Values, last state and gradients, from a state that was there before; then packed texts, each by itself."""
+    inputs = [x.requires_grad_() for x in (*selective_parts(length), torch.randn(2, 6, 5))]
+    slow, fast = scan_selective_recurrent(*inputs), scan_selective(*inputs)
+    slopes = [torch.randn_like(x) for x in slow]
+    grads = [
+        torch.autograd.grad(sum((x * s).sum() for x, s in zip(y, slopes, strict=True)), inputs) for y in (slow, fast)
+    ]
+    for one, other in zip((*slow, *grads[0]), (*fast, *grads[1]), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    x, dt, a, b, c = selective_parts(length)
+    cut = length // 2
+    documents = (torch.arange(length) >= cut).long().expand(2, -1)
+    alone = [
+        scan_selective_recurrent(x[:, part], dt[:, part], a, b[:, part], c[:, part])[0]
+        for part in (slice(cut), slice(cut, None))
+    ]
+    packed = scan_selective(x, dt, a, b, c, documents=documents)[0]
+    torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_selective_scan_in_the_lens_and_in_the_cost() -> None:
+    """The implied matrix of each channel times its values, and the skip, is what the layer computes."""
+    fields = {"mixer": "mamba", "n_heads": 48, "d_head": 1}
+    model, tokens = model_of(**fields), [5, 9, 3, 17, 4, 22]
+    layer = model.decoder.blocks[1].attention
+    assert isinstance(layer, Mamba)
+    look = regard.look(model, tokens)
+    seen: dict[str, torch.Tensor] = {}
+    layer.w_out.register_forward_pre_hook(lambda _, args: seen.update(output=args[0]))
+    layer.w_in.register_forward_hook(lambda _, __, output: seen.update(product=output))
+    before = model(torch.tensor([tokens]))
+    mixed, gate = seen["product"].chunk(2, -1)
+    values = layer._convolve(mixed, None, None, None)[0][0]
+    weights = torch.stack([look.weights(layer=1, head=h) for h in range(48)]).float()  # (C, T, T)
+    assert not weights.triu(1).any()
+    channels = torch.einsum("cts,sc->tc", weights, values) + layer.skip * values
+    torch.testing.assert_close(channels * torch.nn.functional.silu(gate[0]), seen["output"][0], atol=1e-5, rtol=1e-5)
+    with switch_off(model, [("self", 1, 0)]):
+        assert not torch.allclose(model(torch.tensor([tokens])), before)
+    cost = regard.cost(model.config, batch=1, length=20, cache="fp32")
+    cache = model.new_cache()
+    model(torch.randint(3, 31, (1, 20)), cache=cache)
+    assert cost.kv_cache.total == cache.memory()
+    assert cost.parameters.total == model.n_parameters
+    names = ("w_in.weight", "w_out.weight", "w_select.weight", "w_step.weight")
+    products = sum(p.numel() for name, p in model.named_parameters() if name.endswith(names))
+    assert cost.flops_forward.parts["decoder projections"] == 2 * 20 * products
 
 
 @pytest.mark.gpu

@@ -384,14 +384,14 @@ def test_it_learns_to_copy_and_to_reverse_by_looking_at_the_right_place(
     ("fields", "sentence"),
     [
         ({"d_model": 15}, "d_model=15 must be even: bidirectional=True gives each direction half of it"),
-        ({"alignment": "additive", "input_feeding": False}, "input_feeding=False goes with alignment='dot'"),
+        ({"alignment": "additive", "input_feeding": False}, "input_feeding=False needs alignment='dot'"),
         ({"source": "image"}, "architecture='recurrent' reads text, not source='image'"),
         ({"head": "classify"}, "architecture='recurrent' has head='lm' or 'none', not 'classify'"),
         ({"head": "masked-lm"}, "architecture='recurrent' has head='lm' or 'none', not 'masked-lm'"),
         ({"d_embed": 8, "tie_head": True}, "tie_head=True needs d_embed=8 to be as wide as d_model=16"),
-        ({"positions": "rope"}, "positions='rope' means nothing to architecture='recurrent'"),
-        ({"mixer": "linear"}, "mixer='linear' means nothing to architecture='recurrent'"),
-        ({"share_layers": True}, "share_layers=True means nothing to architecture='recurrent'"),
+        ({"positions": "rope"}, "positions='rope' does not apply to architecture='recurrent'"),
+        ({"mixer": "linear"}, "mixer='linear' does not apply to architecture='recurrent'"),
+        ({"share_layers": True}, "share_layers=True does not apply to architecture='recurrent'"),
         ({"cell": "rnn"}, "cell='rnn'"),
         ({"alignment": "luong"}, "alignment='luong'"),
         ({"n_layers": 0}, "n_layers=0 must be at least 1"),
@@ -424,7 +424,7 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
         model.decode(target, Memory(torch.zeros(2, 4, 12)))
     with pytest.raises(TypeError, match="memory must come from encode"):
         model.decode(target, None, cache=model.new_cache())
-    with pytest.raises(TypeError, match="this cache is no recurrent model's"):
+    with pytest.raises(TypeError, match="this is not a recurrent model's cache"):
         model.decode(target, model.encode(source), cache=build("transformer-tiny").new_cache())
     with pytest.raises(ValueError, match="vocab_size=13"):
         model(source + 10, target)

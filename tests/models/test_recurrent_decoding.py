@@ -107,7 +107,7 @@ def test_what_is_no_longer_kept_cannot_be_taken_back() -> None:
     cache.truncate(3)  # an empty one has nothing to lose
     model.decode(tokens(2, 20), model.encode(tokens(2, 4)), cache=cache)
     cache.truncate(20 - (StateCache.n_states - 1))
-    with pytest.raises(ValueError, match="length=3 takes back 1 tokens, but the last 16 states are kept"):
+    with pytest.raises(ValueError, match="length=3 removes 1 tokens, but only the last 16 states are kept"):
         cache.truncate(3)
     with pytest.raises(ValueError, match="length=-1 must not be negative"):
         cache.truncate(-1)

@@ -33,7 +33,7 @@ def tiny(
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator)
-            if p.dim() == 1:  # around what they start from: norms around 1, or 0 where 1 is added, biases around 0
+            if p.dim() <= 1:  # around what they start from: norms around 1, or 0 where 1 is added, biases around 0
                 p.copy_(0.3 * noise + p.mean().round())
             elif id(p) in embeddings or p.shape[0] == 1:
                 p.copy_(0.5 * noise)

@@ -34,13 +34,17 @@ def compare(ours: Model, theirs: PreTrainedModel, left: bool) -> None:
     told = theirs(input_ids=tokens, attention_mask=keep.long(), output_hidden_states=True, **named)
     states = ours.hidden(tokens, padding_mask=keep, segments=segments)
     close(states, told.hidden_states[-1], keep)
-    if ours.head is not None:
+    if ours.head is not None or ours.detector is not None:
         close(ours(tokens, padding_mask=keep, segments=segments), told.logits, keep)
         return
     # Padded left, the first place is padding: what a pooler reads there is nobody's, and RoBERTa's is ours no more.
     first_is_real = keep[:, 0] if ours.config.positions_skip_padding else torch.ones_like(keep[:, 0])
-    if ours.classifier is not None:
-        close(ours(tokens, padding_mask=keep, segments=segments), told.logits, first_is_real)
+    if ours.config.head == "span":
+        both = torch.stack([told.start_logits, told.end_logits], dim=-1)
+        close(ours(tokens, padding_mask=keep, segments=segments), both, keep)
+    elif ours.classifier is not None:
+        where = keep if ours.config.head == "tag" else first_is_real
+        close(ours(tokens, padding_mask=keep, segments=segments), told.logits, where)
     else:
         close(ours(tokens, padding_mask=keep, segments=segments), told.last_hidden_state, keep)
     if ours.pooler is not None:

@@ -88,7 +88,7 @@ def test_missing_fields_mean_their_defaults() -> None:
         ("hidden_act", "mish"),
         ("type_vocab_size", 0),
         ("embedding_size", None),
-        ("architectures", ["AlbertForQuestionAnswering"]),
+        ("architectures", ["AlbertForMultipleChoice"]),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(field: str, value: Any) -> None:

@@ -98,7 +98,7 @@ def test_dropouts_are_read_and_written(tmp_path: Path) -> None:
 def test_different_tables_for_source_and_target_are_refused(model_class: type[PreTrainedModel], tmp_path: Path) -> None:
     pair = twins(model_of(model_class, {"tie_word_embeddings": False}), tmp_path)
     other = {**pair.tensors, "model.decoder.embed_tokens.weight": torch.randn(41, 24)}
-    with pytest.raises(ValueError, match=r"model.decoder.embed_tokens.weight and model.shared.weight hold different"):
+    with pytest.raises(ValueError, match=r"model.decoder.embed_tokens.weight and model.shared.weight differ"):
         ours_of(pair.fields, other)
 
 
@@ -113,7 +113,7 @@ def test_files_of_older_versions(tmp_path: Path) -> None:
         old[name] = pair.theirs.state_dict()[name].clone()
     same_tensors(ours_of(pair.fields, old).state_dict(), pair.ours.state_dict())
     old[name] = old[name].flip(0)
-    with pytest.raises(ValueError, match=r"model.decoder.embed_positions.weight should hold the sinusoids"):
+    with pytest.raises(ValueError, match=r"model.decoder.embed_positions.weight does not hold the sinusoids"):
         ours_of(pair.fields, old)
 
     pair = twins(model_of(BartForConditionalGeneration, {"tie_word_embeddings": False}), tmp_path / "untied")
@@ -131,7 +131,7 @@ def test_a_config_that_knows_of_no_bias(tmp_path: Path) -> None:
     assert not back.final_logits_bias.any()
     pair = twins(back, tmp_path / "again")
     assert pair.ours.head.bias is None
-    with pytest.raises(ValueError, match=r"final_logits_bias should be 0.0 throughout"):
+    with pytest.raises(ValueError, match=r"every element of final_logits_bias must be 0.0"):
         ours_of(pair.fields, pair.tensors | {"final_logits_bias": torch.ones(1, 41)})
 
 

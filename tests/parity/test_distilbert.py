@@ -71,7 +71,7 @@ def test_missing_fields_mean_their_defaults() -> None:
         ("pruned_heads", {"1": [0]}),
         ("activation", "mish"),
         ("activation", "geglu"),
-        ("architectures", ["DistilBertForQuestionAnswering"]),
+        ("architectures", ["DistilBertForMultipleChoice"]),
         ("dim", None),
     ],
 )

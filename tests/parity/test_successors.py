@@ -31,11 +31,15 @@ WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_atten
 NO_WINDOWS = {"sliding_window": None, "layer_types": ["full_attention"] * 3}
 OPT = {name: value for name, value in SIZES.items() if name != "intermediate_size"} | {"ffn_dim": 40}
 OPT |= {"word_embed_proj_dim": 24}
+MODERN = {**SIZES, "local_attention": 4}
 WIDE = {**SIZES, "hidden_size": 32}  # heads of 8, of which a part can be rotated
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75}}
 MAMBA = {**IDS, "vocab_size": 41, "hidden_size": 24, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 8}
 MAMBA |= {"state_size": 12, "n_groups": 2, "chunk_size": 4}
+MAMBA1 = {**IDS, "vocab_size": 41, "hidden_size": 24, "num_hidden_layers": 3, "state_size": 5, "time_step_rank": 4}
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.02}
+OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 8, "swiglu_limit": 0.3}
+NO_BIAS = {"attention_bias": False, "tie_word_embeddings": True}
 LOCAL = {"rope_type": "default", "rope_theta": 50.0}
 Case = tuple[type[PreTrainedModel], type[PreTrainedConfig], dict[str, Any]]
 CASES: dict[str, Case] = {
@@ -116,6 +120,13 @@ CASES: dict[str, Case] = {
         },
     ),
     "olmo2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, {**SIZES, **GROUPED}),
+    "mamba": (hf.MambaForCausalLM, hf.MambaConfig, MAMBA1),
+    "mamba untied": (
+        hf.MambaForCausalLM,
+        hf.MambaConfig,
+        {**MAMBA1, "tie_word_embeddings": False, "time_step_rank": "auto", "expand": 3, "conv_kernel": 3},
+    ),
+    "mamba states": (hf.MambaModel, hf.MambaConfig, MAMBA1),
     "mamba2": (hf.Mamba2ForCausalLM, hf.Mamba2Config, MAMBA),
     "mamba2 tied": (
         hf.Mamba2ForCausalLM,
@@ -141,6 +152,13 @@ CASES: dict[str, Case] = {
         {**SIZES, **GROUPED, **ROUTED, "attention_bias": True, "moe_intermediate_size": 20},
     ),
     "olmoe": (hf.OlmoeForCausalLM, hf.OlmoeConfig, {**SIZES, **GROUPED, **ROUTED}),
+    "gpt_oss": (hf.GptOssForCausalLM, hf.GptOssConfig, {**SIZES, **GROUPED, **OSS, "sliding_window": 4}),
+    "gpt_oss tied, no window": (
+        hf.GptOssForCausalLM,
+        hf.GptOssConfig,
+        {**SIZES, **GROUPED, **OSS, "layer_types": ["full_attention"] * 3, **NO_BIAS},
+    ),
+    "gpt_oss states": (hf.GptOssModel, hf.GptOssConfig, {**SIZES, **GROUPED, **OSS, **WINDOWS}),
     "olmo2 biases, tied": (
         hf.Olmo2ForCausalLM,
         hf.Olmo2Config,
@@ -176,6 +194,21 @@ def test_an_encoder_of_the_same_layers(
     check(model_class, hf.EuroBertConfig(**SIZES, **GROUPED, mask_token_id=3, **features), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model_class", "features"),
+    [
+        (hf.ModernBertForMaskedLM, {}),
+        (hf.ModernBertForMaskedLM, {"classifier_bias": True, "decoder_bias": False, "norm_bias": True}),
+        (hf.ModernBertModel, {"attention_bias": True, "layer_types": ["full_attention"] * 3}),
+        (hf.ModernBertModel, {"layer_types": ["sliding_attention"] * 3, "hidden_activation": "silu"}),
+    ],
+)
+def test_modernbert(model_class: type[PreTrainedModel], features: dict[str, Any], tmp_path: Path) -> None:
+    model = check(model_class, hf.ModernBertConfig(**MODERN, **features), tmp_path)
+    assert model.config.embedding_norm
+    assert not model.config.first_norm
+
+
 def test_what_the_features_become() -> None:
     """A case could pass because both sides pass a field over; what it is to change must be there."""
     neox, phi, phi3 = read("gpt_neox"), read("phi"), read("phi3")
@@ -198,6 +231,12 @@ def test_what_the_features_become() -> None:
     assert (qwen3_moe.experts, qwen3_moe.d_ff, qwen3_moe.renormalise_experts) == (6, 20, True)
     assert not read("qwen3_moe shares of all").renormalise_experts
     assert read("olmoe").qk_norm_over == "all"
+    oss = read("gpt_oss")
+    assert (oss.attention_sinks, oss.router_bias, oss.ff_bias, oss.gate_limit) == (True, True, True, 0.3)
+    assert (oss.window_layers, oss.activation, oss.qkv_bias) == ((0, 2), "quick_geglu", True)
+    assert (oss.rope_base, oss.rope_scaling.kind, oss.rope_scaling.truncate) == (150000.0, "yarn", False)
+    mamba = read("mamba")
+    assert (mamba.mixer, mamba.n_heads, mamba.d_head, mamba.mixer_size, mamba.step_rank) == ("mamba", 48, 1, 5, 4)
     mamba = read("mamba2")
     assert (mamba.mixer, mamba.d_ff, mamba.mixer_size, mamba.n_kv_heads, mamba.d_head) == ("mamba2", 0, 12, 2, 8)
     assert (read("starcoder2").window, read("starcoder2").norm) == (4, "layer")
@@ -231,10 +270,16 @@ def test_older_spellings_mean_the_same() -> None:
         ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
         ("mamba2", {"time_step_limit": [0.0, 0.5]}, "time_step_limit=[0.0, 0.5]"),
         ("mamba2", {"expand": 3}, "expand=3"),
+        ("mamba", {"use_conv_bias": False}, "use_conv_bias=False"),
+        ("mamba", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("mamba", {"architectures": ["FalconMambaForCausalLM"]}, "FalconMambaForCausalLM"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
         ("olmoe", {"clip_qkv": 5.0}, "clip_qkv=5.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("gpt_oss", {"rope_parameters": None}, "rope_parameters"),
         ("gpt_neox", {"architectures": ["GPTNeoXForSequenceClassification"]}, "GPTNeoXForSequenceClassification"),
     ],
 )
@@ -245,15 +290,18 @@ def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, A
 @torch.no_grad()
 def test_a_state_space_model_with_biases(tmp_path: Path) -> None:
     """Compared without padding, whose bias their convolution reads."""
-    theirs = tiny(hf.Mamba2ForCausalLM, hf.Mamba2Config(**MAMBA, use_bias=True))
-    ours, tokens = twins(theirs, tmp_path / "theirs").ours, torch.randint(3, 41, (2, 11))
-    close(ours(tokens), theirs(tokens).logits)
+    for name, theirs in {
+        "mamba": tiny(hf.MambaForCausalLM, hf.MambaConfig(**MAMBA1, use_bias=True)),
+        "mamba2": tiny(hf.Mamba2ForCausalLM, hf.Mamba2Config(**MAMBA, use_bias=True)),
+    }.items():
+        ours, tokens = twins(theirs, tmp_path / name).ours, torch.randint(3, 41, (2, 11))
+        close(ours(tokens), theirs(tokens).logits)
 
 
 def test_generation_is_theirs(tmp_path: Path) -> None:
     """Greedy and beam tokens, through the engine that a CPU uses."""
     names = ("gpt_neox", "phi", "gemma2 caps", "gemma3_text", "smollm3", "opt", "olmo2", "exaone4", "stablelm")
-    for name in (*names, "mixtral", "mamba2"):
+    for name in (*names, "mixtral", "gpt_oss", "mamba", "mamba2"):
         model_class, config_class, fields = CASES[name]
         theirs = tiny(model_class, config_class(**fields))
         theirs.save_pretrained(tmp_path / name)
@@ -273,13 +321,14 @@ PAIR: dict[str, Any] = {
 }
 MT5 = {**IDS, "vocab_size": 41, "d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4}
 OTHERS: dict[str, Case] = {
+    "modernbert": (hf.ModernBertModel, hf.ModernBertConfig, MODERN),
     "electra": (hf.ElectraModel, hf.ElectraConfig, {**SIZES, "embedding_size": 12}),
     "eurobert": (hf.EuroBertModel, hf.EuroBertConfig, {**SIZES, **GROUPED, "mask_token_id": 3}),
     "mt5": (hf.MT5ForConditionalGeneration, hf.MT5Config, {**MT5, "decoder_start_token_id": 0}),
     "mbart": (hf.MBartForConditionalGeneration, hf.MBartConfig, PAIR),
     "m2m_100": (hf.M2M100ForConditionalGeneration, hf.M2M100Config, PAIR),
 }
-LOOKED_AT = {name: case for name, case in CASES.items() if name == case[1].model_type and name != "mamba2"} | OTHERS
+LOOKED_AT = {name: case for name, case in CASES.items() if name == case[1].model_type and "mamba" not in name} | OTHERS
 
 
 @torch.no_grad()

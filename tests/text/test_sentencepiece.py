@@ -90,7 +90,7 @@ def test_the_ids_are_sentencepieces(name: str) -> None:
 def test_what_is_no_model_of_a_known_kind_is_refused(tmp_path: Path) -> None:
     content, file = trained(size=500, model_type="char"), tmp_path / "x.model"
     for raw, said in (
-        (content, r"x\.model is a char model; unigram and bpe can be read"),
+        (content, r"x\.model is a char model; only unigram and bpe models are supported"),
         (b"", "is not a SentencePiece model"),
         (content[: len(content) // 2], "is not a SentencePiece model"),
         (b"\xff" * 50, "is not a SentencePiece model"),
@@ -101,7 +101,7 @@ def test_what_is_no_model_of_a_known_kind_is_refused(tmp_path: Path) -> None:
             load_tokenizer(file)
     with pytest.raises(BadData, match=r"nothing\.model cannot be read"):
         load_tokenizer(tmp_path / "nothing.model")
-    with pytest.raises(ValueError, match=r"is none of chars, .*, nor a tokenizer.json or a SentencePiece \.model"):
+    with pytest.raises(ValueError, match=r"is not one of chars, .*, nor a tokenizer.json or a SentencePiece \.model"):
         load_tokenizer(tmp_path / "x.vocab")
 
 

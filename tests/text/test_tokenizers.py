@@ -178,7 +178,7 @@ def test_a_foreign_file_is_read_by_the_same_class(kind: str) -> None:
 def test_special_ids_of_a_foreign_file_are_those_of_its_model() -> None:
     ours = made("bytes", "none")
     theirs = Tokenizer(ours.content.replace(b'"<pad>"', b'"[PAD]"'), "theirs.json")
-    with pytest.raises(ValueError, match=r"theirs\.json has no pad token, or does not say which it is"):
+    with pytest.raises(ValueError, match=r"theirs\.json has no pad token, or does not say which token it is"):
         _ = theirs.pad_id
     told = theirs.with_special_ids(pad=7, eos=9)
     assert (told.pad_id, told.eos_id, theirs.special_ids) == (7, 9, {})

@@ -95,7 +95,7 @@ def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     """torch.compile with this in place of inductor, which takes long and a C++ compiler."""
     real = torch.compile
 
-    def compile(module: Any, *, dynamic: bool | None) -> Any:
+    def compile(module: Any, *, dynamic: bool | None, options: Any = None) -> Any:  # options are inductor's
         return real(module, backend=backend, dynamic=dynamic)
 
     torch._dynamo.reset()
@@ -158,11 +158,14 @@ def assert_same(one: Path, other: Path, *, files: bool = True) -> None:
         assert first["metrics"] == second["metrics"]
 
 
+_OF_ONE_PROCESS = ("/grad.safetensors", "curves.png")
+
+
 def names(out: Path) -> list[str]:
-    """Every file of a run but TensorBoard's, which begins a new one each time, and the gradients of a step that was
-    interrupted, which stay with their checkpoint."""
+    """Every file of a run but TensorBoard's, which begins a new one each time, the gradients of a step that was
+    interrupted, which stay with their checkpoint, and curves.png, which tests' own processes do not draw."""
     found = (path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file())
-    return sorted(x for x in found if not x.startswith("tensorboard/") and not x.endswith("/grad.safetensors"))
+    return sorted(x for x in found if not x.startswith("tensorboard/") and not x.endswith(_OF_ONE_PROCESS))
 
 
 # ------------------------------------------------------------------------------------- as people start them

@@ -99,7 +99,7 @@ def test_an_adapter_of_pefts_is_loaded_merged(tmp_path: Path) -> None:
     torch.testing.assert_close(speaks(regard.load(adapter)), speaks(model), rtol=1e-5, atol=1e-5)
     assert cli.main(["info", str(adapter), "--json"]) == 0
     shutil.rmtree(tmp_path / "base")
-    with pytest.raises(BadModelFile, match=r"base_model_name_or_path='.*base', which is no local directory"):
+    with pytest.raises(BadModelFile, match=r"base_model_name_or_path='.*base', which is not a local directory"):
         regard.load(adapter)
 
 

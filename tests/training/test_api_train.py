@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import regard
@@ -47,6 +47,11 @@ def test_a_task_and_sections_are_the_config_the_command_line_makes(tmp_path: Pat
     regard.train(config, style="quiet")
     assert done.finished
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_a_module_that_is_no_regard_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"model is a Linear: your own models must be subclasses of regard\.Model"):
+        regard.train("translate", data=PAIRS, model=nn.Linear(2, 2), train=fields(tmp_path / "run"))  # type: ignore[arg-type]
 
 
 def test_unknown_fields_offer_the_nearest_name(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_the_metric_chooses_the_best(metric: str, best: int, tmp_path: Path) -> 
         ("classify", ["train.metric=bleu"], "train.metric=bleu is not measured by the task classify, which has loss, "),
         ("lm", ["train.metric=accuracy"], "train.metric=accuracy is not measured by the task lm, which has loss"),
         ("translate", ["train.metric=bleu", "train.eval_examples=0"], "train.eval_examples=0 leaves no bleu to choose"),
-        ("classify", ["train.metric=f2"], "train.metric=f2 is none of auto, loss, accuracy, macro_f1, micro_f1, "),
+        ("classify", ["train.metric=f2"], "train.metric=f2 is not one of auto, loss, accuracy, macro_f1, micro_f1, "),
     ],
 )
 def test_a_metric_the_task_has_not_is_refused_before_anything_is_written(
@@ -142,7 +142,7 @@ def test_few_distinct_texts_are_split_or_refused_before_training(
     done = cli.main(["train", "classify", "--quiet", *words])
     if n_texts == 1:
         assert done == 1
-        assert "nothing held out to evaluate on; data.valid=" in capsys.readouterr().err
+        assert "no held-out examples to evaluate on; data.valid=" in capsys.readouterr().err
         assert not (tmp_path / "run").exists()
     else:
         assert done == 0

@@ -176,7 +176,7 @@ def test_a_prompt_is_encoded_as_it_stood_in_training() -> None:
 def test_a_template_runs_in_a_sandbox() -> None:
     tokenizer = train_tokenizer(["hello"], "bytes", None, "none")
     for evil in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception('no system') }}"):
-        with pytest.raises(BadData, match="chat template refuses"):
+        with pytest.raises(BadData, match="chat template rejects"):
             ChatTemplate(evil, tokenizer).encode_prompt([("user", "hello")])
 
 

@@ -181,8 +181,8 @@ def test_any_box_is_put_together_from_pieces(tmp_path_factory: pytest.TempPathFa
     [
         ({"best": {"loss": float("nan")}}, r"state\['best'\]\['loss'\] is nan"),
         ({"losses": [1.0, float("-inf")]}, r"state\['losses'\]\[1\] is -inf"),
-        ({"by": {3: 1}}, r"state\['by'\] has the key 3, of int"),
-        ({"x": torch.zeros(1)}, r"state\['x'\] is of Tensor"),
+        ({"by": {3: 1}}, r"state\['by'\] has the key 3 of type int"),
+        ({"x": torch.zeros(1)}, r"state\['x'\] is of type Tensor"),
     ],
 )
 def test_state_that_would_not_come_back(tmp_path: Path, state: dict[str, Any], told: str) -> None:
@@ -287,7 +287,7 @@ def test_a_damaged_one_is_told_of_and_the_one_before_is_used(
 
 def test_one_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     (Checkpoints(tmp_path, keep=1).write(1, some_tensors(), {}) / "manifest.json").unlink()
-    with pytest.raises(BadModelFile, match=r"no checkpoint that is whole: .*manifest\.json"):
+    with pytest.raises(BadModelFile, match=r"no undamaged checkpoint: .*manifest\.json"):
         Checkpoints(tmp_path, keep=1).latest()
 
 
@@ -295,12 +295,15 @@ def test_one_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     ("change", "told"),
     [
         (lambda index: index["tensors"]["model/askew"]["pieces"].clear(), "pieces of model/askew hold 0 of 24"),
-        (lambda index: index["tensors"]["model/askew"]["pieces"][0].update(offset=[1, 0]), "not an index"),
-        (lambda index: index["tied"].update({"model/x": "model/y"}), "tied to model/y, which is not there"),
-        (lambda index: index["tensors"]["model/askew"].update(dtype="X7"), "not an index"),
-        (lambda index: index.update(regard_checkpoint=2), "not an index"),
+        (lambda index: index["tensors"]["model/askew"]["pieces"][0].update(offset=[1, 0]), "not the index"),
+        (lambda index: index["tied"].update({"model/x": "model/y"}), "tied to model/y, which is missing"),
+        (lambda index: index["tensors"]["model/askew"].update(dtype="X7"), "not the index"),
+        (lambda index: index.update(regard_checkpoint=2), "not the index"),
         (lambda index: index["tensors"]["model/askew"]["pieces"][0].update(file="../x"), "leads out of the directory"),
-        (lambda index: index["tensors"]["model/askew"]["pieces"][0].update(file="ema.safetensors"), "cannot be read"),
+        (
+            lambda index: index["tensors"]["model/askew"]["pieces"][0].update(file="ema.safetensors"),
+            "is missing or damaged",
+        ),
     ],
 )
 def test_an_index_that_lies(tmp_path: Path, change: Callable[[Any], None], told: str) -> None:

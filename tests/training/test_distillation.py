@@ -106,7 +106,7 @@ def test_a_teacher_that_does_not_fit_is_refused(words: Any, message: str, teache
 
 def test_a_teacher_of_another_task_is_refused(teachers: Any, tmp_path: Path) -> None:
     (teacher, _), (_, data) = teachers["translate"], teachers["classify"]
-    with pytest.raises(UsageError, match="no model for the task classify"):
+    with pytest.raises(UsageError, match="not a model for the task classify"):
         regard.train(run_config("classify", student_words("classify", data, teacher, tmp_path / "run")), style="quiet")
 
 

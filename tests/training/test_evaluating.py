@@ -202,7 +202,7 @@ def test_classes_are_counted(house: House) -> None:
     assert report.metrics["accuracy"] == pytest.approx(np.mean(hits))
     assert report.metrics["f1"] == pytest.approx(np.mean([one["f1"] for one in details["classes"]]))
     assert report.metrics["loss"] == pytest.approx(np.mean(losses))
-    assert "who is taken for whom" in report.to_text()
+    assert "true ↓ predicted →" in report.to_text()
 
 
 def _blocks(model: Any, ids: list[int], context: int) -> np.ndarray:
@@ -336,7 +336,7 @@ def test_classes_keep_their_numbers_in_a_file_that_has_only_some(house: House) -
     assert [one["label"] for one in report["whole"].details["classes"]] == list(labels)
     with pytest.raises(RegardError, match="unknown label"):
         _ask(run, {"source": str(house.write("odd.csv", "text,label\nred,short\nblue,tall\n"))})
-    with pytest.raises(ValueError, match=r"labels=a,b, but .* tells apart long, short"):
+    with pytest.raises(ValueError, match=r"labels=a,b, but the classes of .* are long, short"):
         _ask(run, {"source": str(file), "labels": ("a", "b")})
 
 
@@ -388,7 +388,7 @@ def test_a_model_directory_says_its_task(house: House, name: str, data: dict[str
     assert of_directory.splits[0].rows == of_run.splits[0].rows
     same = of_run.metrics.keys() - {"tokens_per_second"}
     assert {key: of_directory.metrics[key] for key in same} == {key: of_run.metrics[key] for key in same}
-    with pytest.raises(ValueError, match=r"is a model directory: data\.source=… must say"):
+    with pytest.raises(ValueError, match=r"is a model directory: data\.source=… must name the data"):
         _ask(run / "model")
 
 
@@ -419,14 +419,14 @@ def test_texts_longer_than_the_model_can_read(tmp_path: Path, house: House) -> N
     run = _train(tmp_path / "run", "classify", words.replace("data.max_len=8", "data.max_len=5"))
     report = _ask(run)
     n_long = sum(len(row.source.split()) > 3 for row in report.rows)
-    assert report.notes == (f"{n_long} texts of valid were cut to what {run} can read",)
+    assert report.notes == (f"{n_long} texts of valid were cut to the length that {run} can read",)
     assert n_long > 5
     words = f"data={house.file('pairs.tsv')} {PAIRS} model.positions=learned"
     words = words.replace("max_len=16", "max_len=6").replace("steps=60", "steps=4")
     run = _train(tmp_path / "pairs", "translate", words)
     test = house.write("long.tsv", "red cat dog sat ran mat red\tRED CAT DOG SAT RAN MAT RED\nred\tRED\n")
     report = _ask(run, {"source": str(test)})
-    assert report.notes == (f"2 texts of whole were cut to what {run} can read",)
+    assert report.notes == (f"2 texts of whole were cut to the length that {run} can read",)
     assert all(math.isfinite(row.loss) for row in report.rows)
 
 
@@ -594,7 +594,7 @@ def test_another_split_of_the_same_file_may_have_been_trained_on(house: House, t
 
 def test_models_of_other_classes_are_not_compared(house: House, tmp_path: Path) -> None:
     other = _changed(house("classify"), tmp_path / "other", "labels.json", lambda x: x.update(labels=["short", "tall"]))
-    with pytest.raises(ValueError, match="tell apart long, short and short, tall"):
+    with pytest.raises(ValueError, match="have different classes, long, short and short, tall"):
         _ask(house("classify"), against=other)
 
 
@@ -703,7 +703,7 @@ def test_lower_precision_is_close_but_not_the_same(house: House) -> None:
 def test_changed_data_is_noted(house: House, tmp_path: Path) -> None:
     assert _ask(house("lm")).notes == ()
     run = _changed(house("lm"), tmp_path / "run", "provenance.json", lambda x: x["data"].update(sha256="0" * 64))
-    assert _ask(run).notes == (f"{house.file('text.txt')} is not what it was when {run} was trained",)
+    assert _ask(run).notes == (f"{house.file('text.txt')} has changed since {run} was trained",)
 
 
 def test_weights_that_are_broken(house: House, tmp_path: Path) -> None:
@@ -720,19 +720,23 @@ def test_weights_that_are_broken(house: House, tmp_path: Path) -> None:
     [
         ("{root}/nowhere", 3, "there is no run and no model directory {root}/nowhere"),
         ("{run}@7", 3, "{run} has no checkpoint of step 7; there are 20, 40, 60"),
-        ("{root}@7", 3, "{root}@7: {root} is no run, so it has no step 7"),
-        ("{run}/model", 1, "{run}/model is a model directory: data.source=… must say what to evaluate it on"),
+        ("{root}@7", 3, "{root}@7: {root} is not a run, so it has no step 7"),
+        ("{run}/model", 1, "{run}/model is a model directory: data.source=… must name the data to evaluate on"),
         (
             "{run} data={root}/text.txt",
             1,
             "{root}/text.txt holds plain text, but task 'translate' learns from pairs of texts",
         ),
         ("{run} data={root}/none.tsv", 1, "source='{root}/none.tsv': there is no file"),
-        ("{run} data.valid_fraction=0", 1, "{root}/pairs.tsv has nothing held out to evaluate on; data.source=FILE"),
-        ("{run} --split longer", 1, "split='longer' is none of valid, all, train of {root}/pairs.tsv"),
+        (
+            "{run} data.valid_fraction=0",
+            1,
+            "{root}/pairs.tsv has no held-out examples to evaluate on; data.source=FILE",
+        ),
+        ("{run} --split longer", 1, "split='longer' is not one of valid, all, train of {root}/pairs.tsv"),
         ("{run} --stride 4", 1, "stride=4 is for language models, but {run} is for the task 'translate'"),
         ("{run} --out {run}", 1, "{run} holds checkpoints/"),
-        ("{run} --precision fp8", 2, "--precision fp8 is none of fp32, bf16, fp16"),
+        ("{run} --precision fp8", 2, "--precision fp8 is not one of fp32, bf16, fp16"),
         ("{run} --precision fp16", 1, "precision='fp16' needs device='cuda', not 'cpu'"),
     ],
 )

@@ -122,7 +122,7 @@ def test_token_tables_go_with_their_tokens() -> None:
         first = new.token.weight.clone()
         started = start_from(new, "x", old, processor)
         assert set(started.new) == {"token.weight", "head.weight"}
-        assert set(started.new.values()) == {"the tokens are others"}
+        assert set(started.new.values()) == {"the tokens differ"}
         assert torch.equal(new.token.weight, first)
         assert "decoder.blocks.0.ff.w_in.weight" in started.copied
 
@@ -158,7 +158,7 @@ def test_nothing_fits_is_refused() -> None:
     new = fresh("gpt2", d_model=16, d_ff=20, max_len=8)
     first = state(new)
     with pytest.raises(
-        ValueError, match=r"train.init=old: none of its weights fits this model .*d_model is 24 there and 16"
+        ValueError, match=r"train.init=old: none of its weights fit this model .*d_model is 24 there and 16"
     ):
         start_from(new, "old", small("gpt2"))
     assert all(torch.equal(x, first[name]) for name, x in new.state_dict().items())
@@ -199,7 +199,7 @@ def test_frozen_parameters_do_not_learn(pattern: str, example: str, not_this: st
 )
 def test_a_pattern_that_names_nothing_is_an_error(pattern: str, near: str) -> None:
     model = fresh("t5-small")
-    with pytest.raises(ValueError, match=r"names no parameter; the nearest are ") as error:
+    with pytest.raises(ValueError, match=r"matches no parameter; the nearest are ") as error:
         freeze(model, ["token.*", pattern])
     assert near in str(error.value)
     assert all(p.requires_grad for p in model.parameters())  # not half frozen
@@ -362,10 +362,10 @@ def test_layers_shared_by_all_are_adapted_once() -> None:
         (
             "gpt2",
             ["w_outt"],
-            r"lora_targets=w_outt is no linear layer of this model, which has w_in, w_o, w_out, w_qkv",
+            r"lora_targets=w_outt is not a linear layer of this model, which has w_in, w_o, w_out, w_qkv",
         ),
-        ("gpt2", ["w_qkv", "nothing"], "lora_targets=nothing is no linear layer"),
-        ("gpt2", ["w_kv"], "lora_targets=w_kv is no linear layer"),
+        ("gpt2", ["w_qkv", "nothing"], "lora_targets=nothing is not a linear layer"),
+        ("gpt2", ["w_kv"], "lora_targets=w_kv is not a linear layer"),
         ("luong-lstm", list(DEFAULT), "which has .*combine"),
     ],
 )

@@ -203,7 +203,7 @@ def test_typed_fields_override_and_it_says_what_becomes_new(reader: Path, tmp_pa
     data = write_data("classify", tmp_path)
     words = [f"data={data}", f"train.init={reader}", *FAST, "data.tokenizer=words", "model.dropout=0.3"]
     assert cli.main(["train", "classify", *words, f"train.out={tmp_path / 'run'}"]) == 0
-    assert "new, the tokens are others: token.weight" in capsys.readouterr().err
+    assert "new, the tokens differ: token.weight" in capsys.readouterr().err
     config = RunDirectory.open(tmp_path / "run").config
     assert (config.model.d_model, config.model.dropout, config.data.tokenizer) == (16, 0.3, "words")
 
@@ -224,7 +224,7 @@ def test_a_model_of_another_kind_is_refused_in_one_sentence(reader: Path, tmp_pa
     assert cli.main(["train", "lm", f"data={data}", f"train.init={reader}"]) == 2
     said = capsys.readouterr().err
     assert "has architecture='encoder' and source='text', but the task 'lm' trains decoder models" in said
-    assert said.endswith("it can be trained for mlm, classify, tag\n")
+    assert said.endswith("it can be trained for mlm, classify, tag, electra, embed\n")
 
 
 def test_a_tuned_models_learning_rate_goes_with_its_width(reader: Path) -> None:

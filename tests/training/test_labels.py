@@ -211,7 +211,7 @@ def test_what_is_no_number_is_a_bad_line(tmp_path: Path) -> None:
 
 def test_lists_of_labels_and_many_numbers_say_what_to_type(tmp_path: Path) -> None:
     path = write("multi_label", tmp_path)
-    with pytest.raises(ValueError, match=r"data.problem_type=multi_label learns them"):
+    with pytest.raises(ValueError, match=r"data.problem_type=multi_label for them"):
         open_source(path)
 
 

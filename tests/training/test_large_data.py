@@ -78,7 +78,6 @@ def test_the_output_says_that_fewer_are_held_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("regard.data.splits.MAX_HELD_OUT_ROWS", 2)
-    monkeypatch.setattr("regard.data.sources.MAX_HELD_OUT_ROWS", 2)
     words = words_of("translate", write_data("translate", tmp_path), f"train.out={tmp_path / 'run'}", "train.steps=2")
     result = regard.train(run_config("translate", words), style="plain")
     said = " ".join(capfd.readouterr().err.split())  # however wide the terminal is

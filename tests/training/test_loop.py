@@ -247,7 +247,7 @@ def test_the_moving_average_is_evaluated_and_shipped(tmp_path: Path) -> None:
 
     with mock.patch("regard.training.tasks.Task.validate", found):
         done = train("translate", out, data, "train.steps=5", "train.eval_every=0", "train.ema=0.9")
-    assert done.weights == "step 5, averaged as it went"
+    assert done.weights == "step 5, moving average"
     saved = latest(out)
     averages, own = saved.tensors("ema/average/"), saved.tensors("model/")
     model = regard.load(out).state_dict()

@@ -312,7 +312,7 @@ def test_bad_text_lists(score: Any) -> None:
         score([], [])
     with pytest.raises(ValueError, match="hypotheses has 1 examples, but references has 2"):
         score(["a"], ["a", "b"])
-    with pytest.raises(TypeError, match="references is one text"):
+    with pytest.raises(TypeError, match="references is a single text"):
         score(["a"], "a")
 
 
@@ -548,7 +548,7 @@ def test_bootstrap_is_the_same_for_good_and_follows_its_seed(monkeypatch: pytest
     assert paired_bootstrap(one, two, samples=300, seed=7) == found
     other = paired_bootstrap(one, two, samples=300, seed=8)
     assert (other.low, other.high) != (found.low, found.high)
-    monkeypatch.setattr("regard.training.metrics.statistics._DRAWS_AT_ONCE", 500)  # in parts of 4 samples
+    monkeypatch.setattr("regard.training.metrics.statistics._MAX_DRAWS", 500)  # in parts of 4 samples
     in_parts = paired_bootstrap(one, two, samples=300, seed=7)
     assert dataclasses.astuple(in_parts) == pytest.approx(dataclasses.astuple(found))
 

@@ -104,7 +104,7 @@ def test_batched_is_one_by_one_and_in_order() -> None:
 def test_a_stack_too_large_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = [torch.randn(8, 8, dtype=torch.float64) for _ in range(5)]
     whole = orthogonal(matrices)
-    monkeypatch.setattr("regard.training.optimiser._MOST_AT_ONCE", 130)  # two at a time
+    monkeypatch.setattr("regard.training.optimiser._MAX_STACK_ELEMENTS", 130)  # two at a time
     for one, other in zip(orthogonal(matrices), whole, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -216,7 +216,7 @@ def test_frozen_parameters_are_left_out() -> None:
     for name, param in net.named_parameters():
         assert torch.equal(param, before[name]) == name.startswith("decoder.blocks.0."), name
     assert not any("blocks.0." in name for name in optimiser.state_tensors())
-    with pytest.raises(ValueError, match="every one is frozen"):
+    with pytest.raises(ValueError, match="all are frozen"):
         build_optimiser(net.requires_grad_(False), recipe("adamw"))
 
 

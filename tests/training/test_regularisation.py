@@ -100,5 +100,5 @@ def test_what_has_no_merges_or_no_probabilities_is_refused(
 
 
 def test_a_model_is_compared_with_itself_or_with_a_teacher() -> None:
-    with pytest.raises(ValueError, match="leave it out beside teacher"):
+    with pytest.raises(ValueError, match="cannot be combined with teacher"):
         TrainConfig(r_drop=1, teacher="runs/teacher")

@@ -586,6 +586,21 @@ def test_curves_show_training_and_validation_in_their_colours(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("drawn")
+def test_the_last_evaluation_of_a_step_is_drawn(tmp_path: Path) -> None:
+    """At the end a run is evaluated on a sample and then on every held-out row: one point, that of all rows."""
+    pictures = {}
+    for name, values in {"both": (40.0, 43.0), "last": (43.0,)}.items():
+        lines = [
+            {"step": 5, "bleu": 30.0, "valid_loss": 2.0},
+            *({"step": 10, "bleu": x, "valid_loss": 1.5} for x in values),
+        ]
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        draw_curves(tmp_path / "metrics.jsonl", tmp_path / f"{name}.png")
+        pictures[name] = (tmp_path / f"{name}.png").read_bytes()
+    assert pictures["both"] == pictures["last"]
+
+
+@pytest.mark.usefixtures("drawn")
 def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

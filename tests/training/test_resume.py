@@ -151,7 +151,7 @@ def test_more_steps_than_it_began_with(tmp_path: Path) -> None:
 
 
 def test_what_is_averaged_does_not_depend_on_where_it_was_stopped(tmp_path: Path) -> None:
-    """A checkpoint that was written only because the run was to stop is none of the last two."""
+    """A checkpoint that was written only because the run was to stop is not one of the last two."""
     data = write_data("translate", tmp_path)
     words = ("train.steps=6", "train.save_every=2", "train.average=2", "train.keep=1", "train.eval_every=0")
     train("translate", tmp_path / "whole", data, *words)
@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_again(
     broken.write_bytes(content)
     stopped_after(1, resume, tmp_path / "run", keep=1)
     assert "step-000006" in caplog.text
-    assert "the checkpoint before it is taken" in caplog.text
+    assert "the checkpoint before it is used" in caplog.text
     assert latest(tmp_path / "run").step == 5, "of the two that are whole the newer one"
     resume(tmp_path / "run")
     assert_same(tmp_path / "whole", tmp_path / "run", files=False)
@@ -187,7 +187,7 @@ def test_an_end_that_lies_behind_is_refused(tmp_path: Path) -> None:
     train("translate", tmp_path / "run", data, "train.steps=4", "train.stop_at=3")
     with pytest.raises(ValueError, match=r"^train\.steps=2 is less than the 3 steps that .*run has done$"):
         resume(tmp_path / "run", steps=2)
-    with pytest.raises(ValueError, match=r"^train\.stop_at=3 lies behind the 3 steps that .*run has done$"):
+    with pytest.raises(ValueError, match=r"^train\.stop_at=3 is not after the 3 steps that .*run has done$"):
         resume(tmp_path / "run", stop_at=3)
     assert RunDirectory.open(tmp_path / "run").config.train.steps == 4
 
@@ -205,7 +205,7 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["seed", "batch_tokens", "optimiser", "accumulate", "out", "init", "metric"])
 def test_what_would_make_it_another_run_cannot_change(name: str, uninterrupted: dict[str, tuple[Path, str]]) -> None:
-    with pytest.raises(ValueError, match=rf"^train\.{name} cannot change while a run goes on; steps, stop_at,"):
+    with pytest.raises(ValueError, match=rf"^train\.{name} cannot change when a run is resumed; steps, stop_at,"):
         regard.resume(uninterrupted["adamw"][0], **{name: 1})
 
 

@@ -71,7 +71,7 @@ def test_a_longer_cosine_says_what_the_learning_rate_will_do(project: Path, caps
     out = project / "runs/a"
     assert cli.main(["train", "--resume", str(out), "train.steps=8"]) == 0
     assert (
-        "the learning rate was 0 at step 4; cosine over 8 steps goes on with 0.005 and ends with 0 at step 8; "
+        "the learning rate was 0 at step 4; cosine over 8 steps continues with 0.005 and ends with 0 at step 8; "
         "--schedule restart warms up again instead" in capsys.readouterr().err.splitlines()
     )
     assert rates(out)[5] == pytest.approx(0.005)
@@ -120,7 +120,7 @@ def test_what_has_no_average_is_refused(finished: Path, tmp_path: Path, capsys: 
     assert "regard average takes two or more models" in capsys.readouterr().err
     regard.build("gpt2", d_model=8, n_layers=1, n_heads=1, d_ff=8, vocab_size=9, max_len=8).save(other)
     assert cli.main(["average", f"{run}@2", str(other), str(tmp_path / "out")]) == 1
-    assert f"{other} and {run}@2 differ in their config or their tokens" in capsys.readouterr().err
+    assert f"{other} and {run}@2 cannot be averaged: they differ in config or vocabulary" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -174,7 +174,7 @@ def test_data_that_is_nowhere_is_asked_for(
     known["data"]["source"] = str(lost)
     (run / "manifest.json").unlink()
     (run / "run.json").write_text(json.dumps(known))
-    sentence = f"{lost}, which {run} learned from, is not there; data.source=FILE says where it is now"
+    sentence = f"{lost}, the data of {run}, does not exist; data.source=FILE gives its new location"
     with pytest.raises(BadData) as asked:
         resume(run)
     assert str(asked.value) == sentence

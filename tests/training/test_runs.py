@@ -12,7 +12,7 @@ import torch
 
 import regard
 from regard import cli
-from regard.errors import BadModelFile
+from regard.errors import BadModelFile, RegardError
 from regard.recipes import run_config
 from regard.training import compilation
 from regard.training.run_directory import RunDirectory
@@ -42,6 +42,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 # ------------------------------------------------------------------------------------- its directory
+
+
+@pytest.mark.parametrize(
+    ("task", "wrong", "message"),
+    [
+        ("translate", "data.max_len=2", "every example is longer than max_len=2"),
+        ("lm", "data.max_len=5000", r"text.txt has [\d,]+ tokens .* data.max_len=5000 .* set data.max_len to at most"),
+    ],
+)
+def test_a_run_that_was_refused_before_its_first_step_leaves_its_name_free(
+    task: str, wrong: str, message: str, tmp_path: Path
+) -> None:
+    data, out, field = write_data(task, tmp_path), tmp_path / "run", wrong.partition("=")[0]
+    whole = ("data.documents=whole",) if task == "lm" else ()
+    with pytest.raises((ValueError, RegardError), match=message):
+        train(task, out, data, wrong, *whole)
+    assert not list(out.iterdir())
+    assert train(task, out, data, f"{field}=24", "train.steps=1", *whole).finished
 
 
 def test_everything_about_a_run_is_in_its_directory(trained: tuple[Path, str]) -> None:
@@ -101,7 +119,7 @@ def test_nor_is_anything_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
     assert cli.main(["train", "translate", *words_of("translate", data, f"train.out={out}")]) == 1
-    assert "already holds something else" in capsys.readouterr().err
+    assert "already holds other files" in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
 
@@ -124,13 +142,13 @@ def test_without_a_name_it_is_named_after_task_and_time(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--resume", "nowhere"], 3, "nowhere has no run.json, so it is no training run"),
+        (["--resume", "nowhere"], 3, "nowhere has no run.json, so it is not a training run"),
         (["--resume", "{run}", "train.seed=1"], 2, "train.seed cannot change in a resumed run; train.steps, "),
         (["--resume", "{run}", "data.max_len=4"], 2, "data.max_len cannot change in a resumed run; data.source, "),
         (["--resume", "{run}", "translate"], 2, "--resume RUN knows its task: leave out 'translate'"),
         (["--resume", "{run}", "train.steps=2"], 1, "train.steps=2 is less than the 4 steps that {run} has done"),
         (["--resume", "{run}", "train.steps=0"], 2, "train.steps=0 must be at least 1"),
-        (["--resume", "{run}", "--preset", "en-ko"], 2, "--resume goes on with the run's own recipe; --preset cannot"),
+        (["--resume", "{run}", "--preset", "en-ko"], 2, "--resume keeps the run's own recipe; --preset cannot"),
     ],
 )
 def test_wrong_words_for_a_run_that_goes_on(
@@ -194,7 +212,7 @@ def test_it_starts_from_a_saved_model_with_a_new_head(tmp_path: Path, capsys: py
 
 def test_what_fits_nothing_is_refused(trained: tuple[Path, str], tmp_path: Path) -> None:
     before, data = trained
-    with pytest.raises(ValueError, match=r"^train\.init=.*: none of its weights fits this model \(d_model is 16 there"):
+    with pytest.raises(ValueError, match=r"^train\.init=.*: none of its weights fit this model \(d_model is 16 there"):
         train("translate", tmp_path / "run", data, f"train.init={before}", "model.d_model=12", "model.d_ff=20")
 
 
@@ -217,7 +235,7 @@ def test_frozen_parts_stay_as_they_are(trained: tuple[Path, str], tmp_path: Path
     first, last = regard.load(before).state_dict(), regard.load(out).state_dict()
     still = {name for name in first if bits_equal(first[name], last[name])}
     assert still == {name for name in first if name.startswith("encoder.") or name == "token.weight"}
-    with pytest.raises(ValueError, match=r"^freeze='encodr\.\*' names no parameter; the nearest are encoder"):
+    with pytest.raises(ValueError, match=r"^freeze='encodr\.\*' matches no parameter; the nearest are encoder"):
         train("translate", tmp_path / "wrong", data, "train.freeze=encodr.*")
 
 
@@ -270,7 +288,9 @@ def test_a_device_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.Captu
     data = write_data("classify", tmp_path)
     words = words_of("classify", data, f"train.out={tmp_path / 'run'}", "train.device=cuda")
     assert cli.main(["train", "classify", *words]) == 1
-    expected = "regard: train.device=cuda: this machine, or this torch, has none; use train.device=cpu\n"
+    expected = (
+        "regard: train.device=cuda is not available on this machine or in this build of torch; use train.device=cpu\n"
+    )
     assert capsys.readouterr().err == expected
     assert not (tmp_path / "run").exists()
 
@@ -296,8 +316,8 @@ def test_compile_on_without_a_compiler_is_refused_in_one_sentence(
     words = words_of("lm", data, f"train.out={tmp_path / 'run'}", "train.compile=on")
     assert cli.main(["train", "lm", *words, "--quiet"]) == 1
     assert capsys.readouterr().err == (
-        "regard: train.compile=on cannot be done here: there is no C++ compiler (g++); train.compile=auto goes on "
-        "without\n"
+        "regard: train.compile=on is not possible here: there is no C++ compiler (g++); "
+        "train.compile=auto trains without it\n"
     )
 
 
@@ -318,3 +338,10 @@ def test_precision_and_compilation_are_chosen_once(tmp_path: Path, monkeypatch: 
     resume(out)
     assert len(chosen) == 1
     assert json.loads((out / "choice.json").read_bytes())["precision"] == "bf16"
+
+
+def test_a_step_that_was_not_saved_is_not_described(trained: tuple[Path, str]) -> None:
+    out, _ = trained
+    assert regard.io.describe(f"{out}@4").n_parameters == regard.io.describe(out).n_parameters
+    with pytest.raises(BadModelFile, match=r"run has no checkpoint of step 3; there are 2, 4"):
+        regard.io.describe(f"{out}@3")

@@ -99,7 +99,7 @@ def test_asked_to_stop_it_saves_and_goes_on_later(
     done = latest(out).step
     assert 3 <= done < 30
     assert said.splitlines()[-1] == (
-        f"regard: stopped at step {done}; what was done is saved, --resume goes on from there"
+        f"regard: stopped at step {done}; progress is saved, --resume continues from there"
     )
     assert "Traceback" not in said
     assert not (out / "model").exists()
@@ -234,7 +234,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_whole(tmp_path: Path, capsy
         assert cli.main(["train", "--resume", str(out), "--quiet"]) == 1
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"regard: {out}/checkpoints/step-000004 could not be written (File too large): it needs ")
-    assert said.endswith("; the checkpoints written before it are as they were")
+    assert said.endswith("; earlier checkpoints are unchanged")
     assert {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()} == before
     latest(out).check()
     resume(out)

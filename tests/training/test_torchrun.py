@@ -167,8 +167,8 @@ def test_processes_that_cannot_share_a_step_are_refused(alone: tuple[Path, str],
     for fault in spread(3, resume, out):
         assert fault is not None
         assert fault.splitlines()[-1] == (
-            "ValueError: the run takes 4 batches a step, train.accumulate=4 on each of 1 processes, and 3 processes "
-            "cannot share them evenly"
+            "ValueError: the run computes 4 batches per step (train.accumulate=4 on 1 processes), which 3 processes "
+            "cannot share evenly"
         )
 
 

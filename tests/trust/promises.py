@@ -118,6 +118,8 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Generator[None, Any, Any]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if hasattr(terminalreporter.config, "workerinput"):  # who started the workers has the reports of all of them
+        return
     reports = [report for found in terminalreporter.stats.values() for report in found]
     values = [
         value for report in reports for name, value in getattr(report, "user_properties", ()) if name == "promise"
@@ -189,7 +191,7 @@ def main(words: list[str]) -> int:
         environment = {"REGARD_TRUST": "1", **os.environ, "REGARD_TRUST_ROWS": str(place)}
         for options, threads in ((parallel, 1), (["-m", "promise and serial"], n_cores)):
             threaded = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-            command = [sys.executable, "-m", "pytest", "-q", "--durations=15", *options, *words]
+            command = [sys.executable, "-m", "pytest", "-q", "--timeout=0", "--durations=15", *options, *words]
             failed |= subprocess.run(command, cwd=ROOT, env=environment | threaded).returncode not in (0, 5)
         written = place.read_text(encoding="utf-8").splitlines() if place.exists() else []
     rows = sum_up(Tally(**json.loads(line)) for line in written)

@@ -60,7 +60,7 @@ def test_ctranslate2_refuses_to_stop_otherwise_than_it_does(tmp_path: Path) -> N
     export_ctranslate2(model, tmp_path)
     engine, texts = Ct2Engine(tmp_path, model.config, model.processor, threads=1), [text for text, _ in pairs()[:4]]
     with pytest.raises(
-        ValueError, match="the ctranslate2 engine has no early_stopping=False with beam=4; True, or torch"
+        ValueError, match="the ctranslate2 engine does not support early_stopping=False with beam=4; use True"
     ):
         engine.translate(texts, early_stopping=False)
     assert engine.translate(texts) == TorchEngine(model).translate(texts, early_stopping=True)

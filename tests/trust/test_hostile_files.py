@@ -129,7 +129,7 @@ def test_an_image_of_one_long_column_is_refused_unread(tmp_path: Path, monkeypat
 def test_a_strip_is_not_resized_to_gigabytes() -> None:
     processor = ImageProcessor(size=224)
     assert processor(Image.new("RGB", (10, 30))).shape == (1, 3, 672, 224)
-    with pytest.raises(ValueError, match="too long a strip for a shorter side of 224"):
+    with pytest.raises(ValueError, match="is too long to resize to a shorter side of 224"):
         processor(Image.new("RGB", (1, 60_000)))
 
 
@@ -138,14 +138,14 @@ def test_a_packed_document_may_not_unpack_to_a_thousand_times_its_size(tmp_path:
     with gzip.open(tmp_path / "captions.json.gz", "wb", compresslevel=9) as file:
         for _ in range(34):
             file.write(b" " * (1 << 20))
-    with pytest.raises(BadData, match=r"holds more than \d+ MB of JSON; write one object a line"):
+    with pytest.raises(BadData, match=r"holds more than \d+ MB of JSON; a \.jsonl file"):
         open_source(DataConfig(source=str(tmp_path / "captions.json.gz")))
 
 
 @pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")
 def test_a_header_of_very_many_tensors(tmp_path: Path) -> None:
     entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    for n, words in ((100_001, "has 100,001 tensors, more than"), (300_000, "has a header of 1")):
+    for n, words in ((100_001, "has 100,001 tensors; regard reads at most"), (300_000, "has a header of 1")):
         header = json.dumps({f"{number:06}": entry for number in range(n)}, separators=(",", ":")).encode()
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
         start = time.process_time()

@@ -31,12 +31,13 @@ def test_fails(): raise KeyError("lost")
 """
 
 
-def test_a_miss_turns_its_line_red(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_miss_turns_its_line_red(workers: str, tmp_path: Path) -> None:
     names = "pytest_pyfunc_call, pytest_runtest_makereport, pytest_terminal_summary, tally"
     (tmp_path / "conftest.py").write_text(f"from trust.promises import {names}\n")
     (tmp_path / "test_it.py").write_text(TESTS)
     options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", str(tmp_path)]
-    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options, "-n", workers, str(tmp_path)]
     environment = {"PYTHONPATH": str(ROOT / "tests"), "REGARD_TRUST_ROWS": str(tmp_path / "rows"), "COLUMNS": "200"}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 1

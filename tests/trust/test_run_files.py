@@ -47,6 +47,14 @@ def damaged(run: Path, folder: Path, name: str, change: Callable[[Any], Any]) ->
 
 
 STATE = "checkpoints/step-000003/state.json"
+IMPOSSIBLE: list[dict[str, Any]] = [  # for where a run stands
+    {"micro": True},
+    {"micro": 1, "losses": []},
+    {"seconds": "NaN"},
+    {"best": "é"},
+    {"best_step": {}},
+    {"n_tokens": -1},
+]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +69,10 @@ STATE = "checkpoints/step-000003/state.json"
         (STATE, lambda x: {**x, "at": None}),
         ("run.json", lambda x: {**x, "model": {**x["model"], "n_layers": 10**20}}),
         ("run.json", lambda x: {**x, "model": 5}),
+        ("run.json", lambda x: {**x, "model": {**x["model"], "d_model": 512}}),
+        ("run.json", lambda x: {**x, "model": {**x["model"], "init_std": -0.02}}),
+        ("run.json", lambda x: {**x, "model": {**x["model"], "init_std": "nan"}}),
+        ("labels.json", lambda x: {"labels": x["labels"][:1]}),
     ],
 )
 def test_a_run_that_cannot_be_loaded(run: Path, tmp_path: Path, name: str, change: Callable[[Any], Any]) -> None:
@@ -73,6 +85,7 @@ def test_a_run_that_cannot_be_loaded(run: Path, tmp_path: Path, name: str, chang
     [
         (STATE, lambda x: {**x, "at": {**x["at"], "more": 1}}),
         (STATE, lambda x: {**x, "at": {**x["at"], "step": "3"}}),
+        *((STATE, lambda x, i=i: {**x, "at": {**x["at"], **IMPOSSIBLE[i]}}) for i in range(len(IMPOSSIBLE))),
         (STATE, lambda x: {**x, "reporter": 7}),
         (STATE, lambda x: {**x, "reporter": {"tokens": [1]}}),
         (STATE, lambda x: {key: x[key] for key in x if key != "scaler"}),
@@ -92,7 +105,7 @@ def test_a_run_without_a_whole_checkpoint(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, copy := tmp_path / "run")
     for file in copy.glob("checkpoints/*/manifest.json"):
         file.unlink()
-    with pytest.raises(BadModelFile, match="has no checkpoint that is whole"):
+    with pytest.raises(BadModelFile, match="has no undamaged checkpoint"):
         regard.load(copy)
 
 
@@ -138,7 +151,7 @@ def test_what_others_wrote_is_not_taken_for_an_unfinished_run(
 ) -> None:
     for name in names:
         (tmp_path / name).write_text("{}")
-    with pytest.raises(FileExistsError, match="already holds something else"):
+    with pytest.raises(FileExistsError, match="already holds other files"):
         RunDirectory.create(tmp_path, *new_run, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
 

@@ -126,7 +126,7 @@ def test_bodies_of_all_requests_together_are_limited(model: Model) -> None:
             answer = client.post("/api/looks", content=body, headers={"Content-Type": "application/json"})
             assert answer.status_code == 200
     with asking({"speaker": model}, Limits(held_bytes=len(body) - 1)) as client:
-        assert "ask again" in refusal(client.post("/api/looks", content=body), 429)
+        assert "try again" in refusal(client.post("/api/looks", content=body), 429)
 
 
 # ---- values
@@ -135,7 +135,7 @@ def test_bodies_of_all_requests_together_are_limited(model: Model) -> None:
 @pytest.mark.parametrize("origin", ["http://[", "http://[::1", "//[x]", "http://]"])
 def test_an_origin_that_is_no_address(client: TestClient, origin: str) -> None:
     told = refusal(client.post("/api/looks", json={"model": "speaker"}, headers={"Origin": origin}), 403)
-    assert "may not ask" in told
+    assert "may not call" in told
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 5e-324, 1e-31])

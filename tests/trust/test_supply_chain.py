@@ -104,7 +104,7 @@ def test_the_sbom_lists_what_is_needed(tally: Tally) -> None:
 @pytest.mark.promise(10, "wheels of the same sources, byte for byte the same")
 def test_the_same_sources_give_the_same_wheel(tmp_path: Path, tally: Tally) -> None:
     """From trees written at other times, in another order, under another umask."""
-    names = ["pyproject.toml", "README.md", "LICENSE", "src"]
+    names = ["pyproject.toml", "README.md", "LICENSE", "src", "docs"]
     made = []
     for number, umask in enumerate((0o022, 0o077)):
         tree = tmp_path / f"tree {number}"

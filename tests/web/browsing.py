@@ -100,6 +100,7 @@ def small_models() -> dict[str, Model]:
         "shapes": shapes(),
         "speaker": language_model(max_len=4200),
         "images": image_classifier(),
+        "routed": language_model(experts=4, shared_experts=0),
     }
 
 
@@ -279,9 +280,9 @@ def as_percent(share: float) -> str:
     return f"{round(100 * share, 2 if share < 0.01 else 1):g}%"
 
 
-def near(text: str, exact: float) -> bool:
+def near(text: str, exact: float, rel: float = 2e-4) -> bool:
     try:
-        return as_number(text) == pytest.approx(exact, abs=2e-6, rel=2e-4)
+        return as_number(text) == pytest.approx(exact, abs=2e-6, rel=rel)
     except ValueError:
         return False
 

@@ -6,12 +6,15 @@ A test takes the same ones of small models, so that none of them is of a page th
 
 from __future__ import annotations
 
+import io
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from find_browser import HOW_TO_INSTALL, find_browser
 from regard.data.corpora import open_corpus
@@ -22,7 +25,9 @@ from .browsing import ARGUMENTS, Tab, serving
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 SENTENCE = "[polite] Did the kind teacher read a new book yesterday?"
+CHANGED = SENTENCE.replace("polite", "formal")
 CLAUSE = "[polite] The bread that the girl bought was soft."
+CROSS_HEADS = " ".join(f"cross.{layer}.{head}" for layer in range(2) for head in range(4))
 CODE = "for line in file: print(line) for line in"
 WIDE, PHONE = {"width": 1180, "height": 900}, {"width": 390, "height": 844}
 
@@ -43,6 +48,10 @@ def _of(model: str, view: str, text: str = "", **state: Any) -> dict[str, Any]:
 
 
 PHOTOGRAPHS = [
+    Photograph("story", _of("en-ko", "story", SENTENCE, kind="cross", layer=1, head=1, row=1)),
+    Photograph("contributions", _of("en-ko", "contributions", SENTENCE, position=1)),
+    Photograph("why", _of("en-ko", "why", SENTENCE, kind="cross", layer=1, head=1, row=1, col=6)),
+    Photograph("patching", _of("en-ko", "patching", SENTENCE, kind="encoder", corrupted=CHANGED)),
     Photograph("heatmap", _of("en-ko", "heatmap", SENTENCE, kind="cross", layer=1, row=1, col=6)),
     Photograph("heatmap-words", _of("en-ko", "heatmap", SENTENCE, kind="cross", layer=1, row=1, words=1, specials=0)),
     Photograph("sentence", _of("en-ko", "sentence", SENTENCE, kind="cross", layer=1, head=1, row=1, theme="dark")),
@@ -55,7 +64,7 @@ PHOTOGRAPHS = [
     Photograph("patterns", _of("stdlib", "patterns", CODE, lang="ko")),
     Photograph("image", _of("shapes", "image", kind="cross", layer=2), scene=True),
     Photograph("beams", _of("en-ko", "beams", CLAUSE, beam=3)),
-    Photograph("variant", _of("stdlib", "variant", CODE, layer=1, causal=0, off="self.0.1")),
+    Photograph("variant", _of("en-ko", "variant", SENTENCE, kind="cross", layer=1, off=CROSS_HEADS)),
 ]
 
 
@@ -89,6 +98,39 @@ def take(models: dict[str, Model], folder: Path, browser: Any) -> Iterator[Path]
             page.close()
 
 
+STAGES = ("tokens", "qkv", "scores", "softmax", "mix", "layer", "end")
+LARGEST = 1_000_000  # bytes of the moving picture
+
+
+def film(model: Model, file: Path, browser: Any) -> Path:
+    """A translator in the explorer as a moving picture: its story, what each word looked at, and heads switched off."""
+    page = browser.new_page(viewport={"width": 1040, "height": 700}, reduced_motion="reduce")
+    frames: list[tuple[Image.Image, int]] = []  # and milliseconds
+
+    def expose(milliseconds: int) -> None:
+        page.evaluate("() => document.fonts.ready")
+        frames.append((Image.open(io.BytesIO(page.screenshot())).convert("RGB"), milliseconds))
+
+    with serving({"en-ko": model}) as home:
+        tab = Tab(page, home)
+        tab.open(**_of("en-ko", "story", SENTENCE, kind="cross", layer=1, head=1, row=1))
+        expose(2500)
+        for stage in STAGES:
+            page.eval_on_selector(f'[data-stage="{stage}"]', "(card) => card.scrollIntoView({ block: 'center' })")
+            page.wait_for_timeout(300)  # until the map has seen which stage it is
+            expose(1800)
+        for row in range(5):
+            tab.open(**_of("en-ko", "align", SENTENCE, layer=1, row=row))
+            expose(900)
+        tab.open(**_of("en-ko", "variant", SENTENCE, kind="cross", layer=1, off=CROSS_HEADS))
+        expose(4000)
+        assert tab.complaints == [], tab.complaints
+    page.close()
+    pictures, durations = zip(*frames, strict=True)
+    pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=list(durations), loop=0, quality=70)
+    return file
+
+
 def main(runs: list[str]) -> None:
     from playwright.sync_api import sync_playwright
 
@@ -100,6 +142,7 @@ def main(runs: list[str]) -> None:
         browser = engine.chromium.launch(executable_path=str(chromium), args=ARGUMENTS)
         for file in take(models, IMAGES, browser):
             print(file)
+        print(film(models["en-ko"], IMAGES / "explorer.webp", browser))
         browser.close()
 
 

@@ -70,13 +70,18 @@ def test_the_models_are_described(client: TestClient) -> None:
         "task": "translate",
         "kinds": {kind: {"layers": 2, "heads": 4} for kind in ("encoder", "self", "cross")},
         "max_len": 96,
+        "d_head": 6,
         "generates": True,
         "image": False,
         "source": True,
         "causal": True,
+        "layered": True,
+        "experts": False,
+        "history": False,
         "examples": [],
         "tags": [],
     }
+    assert not found["recurrent"]["layered"]
     assert found["recurrent"]["kinds"] == {"cross": {"layers": 1, "heads": 1}}
     assert [found[name]["task"] for name in ("speaker", "captioner", "classifier", "images")] == [
         "lm",
@@ -302,7 +307,7 @@ def test_where_nothing_but_special_tokens_was_looked_at(models: dict[str, Model]
     with asking({"translator": models["translator"]}) as client:
         sent = opened(client, "translator", target="")
         hidden = client.get(f"/api/looks/{sent['id']}", params={"specials": False})
-        assert "leaves nothing of the self attention" in refusal(hidden, 422)
+        assert "leaves no self attention" in refusal(hidden, 422)
 
 
 def test_where_a_row_looks_most(client: TestClient, models: dict[str, Model]) -> None:
@@ -546,7 +551,9 @@ def test_a_model_that_says_nothing_has_looked_all_the_same() -> None:
 def test_a_stream_that_cannot_be_is_refused_before_it_begins(client: TestClient) -> None:
     asked_for = {"model": "speaker", "text": TEXT, "generate": {"beam": 4}}
     assert "beam=4" in refusal(client.post("/api/stream", json=asked_for), 422)
-    assert "writes no text" in refusal(client.post("/api/stream", json={"model": "classifier", "text": TEXT}), 422)
+    assert "does not generate text" in refusal(
+        client.post("/api/stream", json={"model": "classifier", "text": TEXT}), 422
+    )
     long = {"model": "speaker", "text": "ROMEO: " * 60}
     assert "max_len=96" in refusal(client.post("/api/stream", json=long), 422)
 
@@ -654,7 +661,7 @@ def test_the_look_not_asked_for_the_longest_goes_first(models: dict[str, Model])
         first, second = opened(client, "speaker"), opened(client, "speaker")
         asked(client, first, "next")  # now the second is the older one
         third = opened(client, "speaker")
-        assert "no longer kept" in refusal(client.get(f"/api/looks/{second['id']}/next"), 404)
+        assert "was dropped" in refusal(client.get(f"/api/looks/{second['id']}/next"), 404)
         assert asked(client, first, "next") == asked(client, third, "next")
         assert client.get(f"/api/looks/{third['id']}").json() == third
 
@@ -683,19 +690,19 @@ def test_looks_are_kept_by_their_bytes(models: dict[str, Model]) -> None:
         ("tile", {"head": 4}, "head=4: self attention has 4 heads, 0 … 3"),
         ("tile", {"head": "best"}, "head: string should match"),
         ("tile", {"kind": "cross"}, "kind='cross' is not one of this look's: self"),
-        ("tile", {"r1": 5000}, "rows 0 … 5000 do not lie within"),
-        ("tile", {"r0": 2, "r1": 2}, "rows 2 … 2 do not lie within"),
+        ("tile", {"r1": 5000}, "rows 0 … 5000 are not within"),
+        ("tile", {"r0": 2, "r1": 2}, "rows 2 … 2 are not within"),
         ("tile", {"c0": -1}, "c0: input should be greater than or equal to 0"),
         ("pooled", {"h": 0, "w": 3}, "h: input should be greater than or equal to 1"),
         ("pooled", {"h": 3, "w": 513}, "w: input should be less than or equal to 512"),
         ("pooled", {"h": 3, "w": 3, "reduce": "sum"}, "reduce: input should be 'mean' or 'max'"),
-        ("top", {"row": 700}, "row=700 does not lie within 0 …"),
-        ("walk", {"row": 1, "col": 999}, "col=999 does not lie within 0 …"),
+        ("top", {"row": 700}, "row=700 is not within 0 …"),
+        ("walk", {"row": 1, "col": 999}, "col=999 is not within 0 …"),
         ("walk", {"row": 1, "col": 1, "head": 9}, "head=9: self attention has 4 heads, 0 … 3"),
         ("next", {"temperature": "nan"}, "temperature: input should be a finite number"),
         ("next", {"temperature": "1e400"}, "temperature: input should be a finite number"),
         ("next", {"position": 500}, "position=500"),
-        ("labels", {"axis": "rows", "start": 90}, "do not lie within"),
+        ("labels", {"axis": "rows", "start": 90}, "are not within"),
         ("labels", {"axis": "diagonal"}, "axis: input should be 'rows' or 'cols'"),
         ("patterns", {"kind": "cross"}, "kind='cross' is not one of this look's: self"),
         ("nothing", {}, "Not Found"),
@@ -711,18 +718,18 @@ def test_a_wrong_question_gets_one_sentence(client: TestClient, what: str, query
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
-        ({"model": "nobody", "text": "a"}, 404, "model 'nobody' is not open here; there is speaker, grouped"),
+        ({"model": "nobody", "text": "a"}, 404, "model 'nobody' is not served here; available: speaker, grouped"),
         ({"model": "speaker"}, 422, "text is empty"),
         ({"text": "a"}, 422, "model: field required"),
         ({"model": "speaker", "text": "ROMEO: " * 60}, 422, "at most max_len=96"),
-        ({"model": "speaker", "text": "a", "target": "b"}, 422, "has no target"),
+        ({"model": "speaker", "text": "a", "target": "b"}, 422, "reads a text only"),
         ({"model": "speaker", "text": "a", "image": picture()}, 422, "reads text, not an image"),
         ({"model": "captioner", "text": "a"}, 422, "reads an image"),
         ({"model": "captioner", "image": "no base64!"}, 422, "image is not base64"),
-        ({"model": "captioner", "image": "aGVsbG8="}, 422, "image is none of PNG, JPEG"),
+        ({"model": "captioner", "image": "aGVsbG8="}, 422, "image is not one of PNG, JPEG"),
         ({"model": "captioner", "image": picture()[: 4 * 20]}, 422, "image cannot be read"),
-        ({"model": "classifier", "text": "a", "generate": {}}, 422, "writes no text"),
-        ({"model": "translator", "text": "a", "target": "b", "generate": {}}, 422, "both given"),
+        ({"model": "classifier", "text": "a", "generate": {}}, 422, "does not generate text"),
+        ({"model": "translator", "text": "a", "target": "b", "generate": {}}, 422, "not both"),
         ({"model": "speaker", "text": "a", "generate": {"beam": 2, "temperature": 1}}, 422, "beam=2 searches"),
         ({"model": "speaker", "text": "a", "generate": {"beams": 2}}, 422, "generate.beams: extra inputs"),
         ({"model": "speaker", "text": "a", "variant": {"off": [["self", 9, 0]]}}, 422, "layer=9"),

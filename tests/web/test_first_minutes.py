@@ -5,23 +5,26 @@ from __future__ import annotations
 import ast
 import base64
 import io
+import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 import regard
-from generation.spoken import classifier
+from generation.spoken import LINES, classifier, language_model, translator
 from regard.data.corpora import open_corpus
 from regard.lens import Look, interventions, look
 from regard.lens.compare import compare_predictions
+from regard.lens.effects import target_tokens, text_losses
 from regard.models import Model
 from regard.web.run_examples import RunExamples
 from regard.web.served_models import ServedModel
 
-from .browsing import Tab, as_percent, serving
+from .browsing import Tab, as_percent, padded, serving
 from .conftest import TEXT
 
 SCREEN = {"width": 1440, "height": 900}
@@ -41,7 +44,23 @@ def critic() -> Model:
 
 
 @pytest.fixture(scope="module")
-def home(models: dict[str, Model], critic: Model) -> Iterator[str]:
+def writer() -> Model:
+    """A language model that has learned a few lines by heart."""
+    model = language_model()
+    tokenizer = model.processor.source
+    rows = padded([[*tokenizer.encode(line), model.config.eos_id] for line in LINES])
+    optimiser = torch.optim.Adam(model.parameters(), lr=6e-3)
+    for _ in range(80):
+        logits = model(rows[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), ignore_index=0)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model
+
+
+@pytest.fixture(scope="module")
+def home(models: dict[str, Model], critic: Model, writer: Model) -> Iterator[str]:
     """The models with what their runs would bring along."""
     translated = (TEXT, "[formal] Did the tiger shine?")
     with serving(
@@ -50,6 +69,8 @@ def home(models: dict[str, Model], critic: Model) -> Iterator[str]:
             ServedModel("critic", "critic", critic, lambda: RunExamples(REVIEWS)),
             ServedModel("images", "images", models["images"], lambda: RunExamples((scene(1), scene(2)))),
             ServedModel("speaker", "speaker", models["speaker"]),
+            ServedModel("writer", "writer", writer),
+            ServedModel("gru", "gru", translator("bahdanau-gru")),
         ]
     ) as address:
         yield address
@@ -90,10 +111,10 @@ def test_what_the_model_did_not_learn_is_marked(tab: Tab) -> None:
     tab.open(model="demo", text=TEXT)
     assert tab.page.locator(".outside").count() == 0
     tab.open(model="demo", text="Did the ring shine?")
-    assert tab.page.inner_text(".outside").startswith("Outside what this model learned.")
-    assert "begins with a tag" in tab.page.inner_text(".outside")
+    assert tab.page.inner_text(".outside").startswith("This input is unlike the model's training data.")
+    assert "start with a tag" in tab.page.inner_text(".outside")
     tab.open(model="demo", text="[formal] Did the zeppelin shine?")
-    assert "Words it has hardly seen: zeppelin." in tab.page.inner_text(".outside")
+    assert "Words it has hardly ever seen: zeppelin." in tab.page.inner_text(".outside")
     tab.speak_korean()
     assert "거의 본 적이 없는" in tab.page.inner_text(".outside")
     tab.open(model="speaker", text="zeppelin")  # nothing is known of what it learned from
@@ -103,9 +124,11 @@ def test_what_the_model_did_not_learn_is_marked(tab: Tab) -> None:
 # ---- what opens
 
 
-def test_it_opens_on_alignment_where_the_model_was_least_sure(tab: Tab, seen: Look) -> None:
+def test_it_opens_on_the_story_where_the_model_was_least_sure(tab: Tab, seen: Look) -> None:
     tab.open(model="demo", text=TEXT)
-    assert tab.page.inner_text("nav [aria-selected=true]") == "Alignment"
+    assert tab.page.inner_text("nav [aria-selected=true]") == "Story"
+    assert tab.page.input_value('select[data-axis="row"]') == str(int(seen.uncertainty().argmax()))
+    tab.to("align")
     unsure = int(seen.uncertainty().argmax())
     weights = seen.weights(kind="cross")[unsure]
     assert tab.page.inner_text("aside .who") == seen.rows(kind="cross")[unsure].text
@@ -117,8 +140,8 @@ def test_it_opens_on_alignment_where_the_model_was_least_sure(tab: Tab, seen: Lo
     assert 0 < faint < strong  # the lines of the other tokens are still there
 
 
-def test_other_models_open_on_what_tells_most(tab: Tab) -> None:
-    for model, view in (("speaker", "sentence"), ("critic", "sentence"), ("images", "image")):
+def test_models_without_layers_open_on_what_tells_most(tab: Tab) -> None:
+    for model, view in (("speaker", "story"), ("critic", "story"), ("images", "story"), ("gru", "align")):
         tab.open(model=model)
         assert tab.page.get_attribute("nav [aria-selected=true]", "data-view") == view
 
@@ -128,9 +151,7 @@ def test_the_first_map_is_on_the_first_screen(tab: Tab, model: str) -> None:
     tab.page.set_viewport_size(SCREEN)
     tab.open(model=model)
     for _ in tab.languages():
-        first = tab.page.locator(".stage .sheet").bounding_box()
-        assert first["y"] < 450
-        assert first["y"] + first["height"] <= 900 or model == "speaker"  # thirty tokens under each other need more
+        assert tab.page.locator(".stages li").first.bounding_box()["y"] < 500
     tab.page.click('nav [data-view="heatmap"]')
     tab.settled()
     for _ in tab.languages():
@@ -164,10 +185,14 @@ def test_a_classifier_says_its_class(tab: Tab, critic: Model, models: dict[str, 
 
 def test_what_does_not_apply_is_hidden(tab: Tab, critic: Model) -> None:
     tab.open(model="critic", view="variant", off="encoder.0.1")
-    assert tab.page.locator('input[name="causal"], [data-do="again"], .forced').count() == 0
+    assert tab.page.locator('input[name="causal"], .written section, .forced').count() == 0
     with interventions.switch_off(critic, [("encoder", 0, 1)]):
         changed = look(critic, REVIEWS[0]).classes()
-    for chances in (look(critic, REVIEWS[0]).classes(), changed):
+    before = look(critic, REVIEWS[0]).classes()
+    happened = tab.page.inner_text(".happened")
+    assert {next(iter(before)), next(iter(changed))} <= set(re.findall("“(.+?)”", happened))
+    assert as_percent(changed[next(iter(before))]) in happened
+    for chances in (before, changed):
         assert {as_percent(chance) for chance in chances.values()} <= set(tab.texts())
     tab.open(model="demo", view="variant")
     assert tab.page.locator('input[name="causal"]').count() == 1
@@ -195,14 +220,72 @@ def test_what_if_shows_where_the_change_is_largest(tab: Tab, models: dict[str, M
     with interventions.switch_off(models["en-ko"], every):
         changed, written = look(models["en-ko"], TEXT, seen.target_text), look(models["en-ko"], TEXT).target_text
     changes = compare_predictions(seen, changed)
-    assert "The text is not written again" in tab.page.inner_text(".forced")
+    assert "the text is not written again" in tab.page.inner_text(".forced")
     assert tab.page.input_value('select[aria-label="After"]') == str(int(changes.argmax()))
     assert as_percent(float(changes.max())) in tab.page.inner_text(".stage")
     for found in (seen, changed):
         assert as_percent(found.next(int(changes.argmax()), k=1)[0].probability) in tab.texts()
-    tab.page.click('[data-do="again"]')
-    tab.page.wait_for_selector(".again bdi")
-    assert tab.page.inner_text(".again bdi") == (written or "∅") != seen.target_text
+    before, after = (tab.page.inner_text(f'[data-side="{side}"] .new').strip() for side in ("before", "after"))
+    assert (before, after) == (seen.target_text, written or "∅")
+    assert before != after
+    assert "cannot see the source" in tab.page.inner_text(".happened")
+    assert [mark.inner_text().strip() for mark in tab.page.query_selector_all(".written mark")]
+    tab.page.click('[data-do="reset"]')
+    tab.settled()
+    assert tab.page.inner_text('[data-side="after"] .new').strip() == before
+
+
+def test_without_the_causal_mask_a_language_model_writes_something_else(tab: Tab, writer: Model) -> None:
+    model, text = writer, "a dog ran, and"
+    tab.open(model="writer", text=text, view="variant", causal=0)
+    options = {"max_new_tokens": 24}
+    plain = look(model, text, generate=options)
+    with interventions.no_causal_mask(model):
+        changed, forced = look(model, text, generate=options), look(model, text)
+    for side, found in (("before", plain), ("after", changed)):
+        shown = tab.page.inner_text(f'[data-side="{side}"] .new')
+        assert " ".join(shown.split()) == " ".join(str(found.text)[len(text) :].split())
+    tokens = [token for token in look(model, text).tokens() if token is not None][1:]
+    right = [(found.logits()[:-1].argmax(-1).tolist(), tokens) for found in (look(model, text), forced)]
+    a, b = (sum(x == y for x, y in zip(*each, strict=True)) for each in right)
+    happened = tab.page.inner_text(".happened")
+    assert "sees the tokens after it" in happened
+    assert f"predicted {a} of the first text's {len(tokens)} tokens; now {b}." in happened
+    assert b < a == len(tokens), "it knew the line by heart"
+    assert str(plain.text).startswith("a dog ran, and the cat ran too.")
+    assert not str(changed.text).startswith(str(plain.text))
+    assert tab.page.locator('[data-side="after"] mark').count() > 0
+    rows = [label.text for label in look(model, text).rows()]
+    above = dict.fromkeys(("before", "after"), 0.0)  # the weight that goes to tokens that come later
+    for n, (_, _, before, after) in enumerate(tab.table()[1:]):
+        if n % len(rows) > n // len(rows):
+            above["before"] += float(before)
+            above["after"] += float(after)
+    assert above["before"] == 0
+    assert above["after"] > 1
+
+
+def test_the_head_that_matters_is_found_among_all(tab: Tab, models: dict[str, Model], seen: Look) -> None:
+    tab.open(model="demo", text=TEXT, view="variant")
+    tab.page.click('[data-do="find"]')
+    tab.page.wait_for_selector('[data-do="worst"]')
+    assert "Of 24 heads" in tab.page.inner_text(".matters")
+    tab.page.click('[data-do="worst"]')
+    tab.settled()
+    kind, layer, head = tab.state["off"].split(".")
+    tokens = [token for _, token in target_tokens(seen)]
+
+    def chance(off: tuple[str, int, int]) -> float:
+        with interventions.switch_off(models["en-ko"], [off]):
+            losses = text_losses(look(models["en-ko"], TEXT, seen.target_text), tokens)
+        return math.exp(-sum(losses) / len(losses))
+
+    worst = chance((kind, int(layer), int(head)))
+    assert as_percent(worst) in tab.page.inner_text(".matters")
+    assert all(chance((kind, int(layer), other)) >= worst for other in range(4))
+    tab.page.uncheck('input[name="root"]')
+    tab.settled()
+    assert float(tab.state["scale"]) == pytest.approx(models["en-ko"].config.d_model ** 0.5 / 2)
 
 
 def test_maps_of_what_if_have_names(tab: Tab, seen: Look) -> None:
@@ -230,7 +313,7 @@ def test_heads_are_switched_by_keyboard(tab: Tab) -> None:
 
 
 def test_patches_are_chosen_on_the_picture(tab: Tab, models: dict[str, Model]) -> None:
-    tab.open(model="images")
+    tab.open(model="images", view="image")
     assert [each.inner_text() for each in tab.page.query_selector_all(".chips button")] == ["[class]"]
     box = tab.box()
     side = min(box["width"], 520)
@@ -247,7 +330,7 @@ def test_patches_are_chosen_on_the_picture(tab: Tab, models: dict[str, Model]) -
 
 
 def test_korean_words_are_not_broken(tab: Tab) -> None:
-    tab.open(model="demo", lang="ko")
+    tab.open(model="demo", view="align", lang="ko")
     for selector in (".caption", "aside", ".offers"):
         style = tab.page.evaluate(f"() => getComputedStyle(document.querySelector('{selector}')).wordBreak")
         assert style == "keep-all", selector

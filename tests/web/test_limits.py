@@ -72,7 +72,7 @@ def test_a_server_for_others_knows_addresses_but_no_names(model: Model) -> None:
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:9999", "null", "http://localhost"])
 def test_other_pages_may_not_ask(client: TestClient, origin: str) -> None:
     asked = {"model": "speaker", "text": TEXT}
-    assert "may not ask" in refusal(client.post("/api/looks", json=asked, headers={"Origin": origin}), 403)
+    assert "may not call" in refusal(client.post("/api/looks", json=asked, headers={"Origin": origin}), 403)
 
 
 def test_the_page_itself_may(client: TestClient) -> None:
@@ -148,7 +148,7 @@ def test_long_texts_are_refused_before_they_are_tokenised(
 
     monkeypatch.setattr(type(model.processor.source), "encode", tokenised)
     told = refusal(client.post("/api/looks", json={"model": "speaker", "text": "a" * 6145}), 413)
-    assert told == "text has 6,145 characters; for model 'speaker' at most 6,144 are read"
+    assert told == "text has 6,145 characters; model 'speaker' reads at most 6,144"
     told = refusal(client.post("/api/looks", json={"model": "speaker", "text": "a" * 200_001}), 422)
     assert "at most 200000 characters" in told
 
@@ -156,7 +156,7 @@ def test_long_texts_are_refused_before_they_are_tokenised(
 def test_a_text_of_too_many_tokens_is_refused(model: Model) -> None:
     with asking({"speaker": model}, Limits(tokens=5)) as client:
         told = refusal(client.post("/api/looks", json={"model": "speaker", "text": TEXT}), 413)
-    assert "at most 5 are looked at" in told
+    assert "the limit is 5" in told
 
 
 def test_a_picture_is_refused_by_its_size_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_only_so_many_may_wait() -> None:
         workers, going_on = WorkerPools(Limits(waiting=2)), threading.Event()
         tasks = [asyncio.create_task(workers.run(going_on.wait)) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(RequestRefused, match="2 requests are waiting already") as refused:
+        with pytest.raises(RequestRefused, match="2 requests are already waiting") as refused:
             await workers.read(lambda: 7)
         assert refused.value.status == 429
         going_on.set()
@@ -284,7 +284,7 @@ def test_a_failure_that_nobody_foresaw_is_still_one_sentence(model: Model, monke
         explorer(name_models([("speaker", model)])), "http://127.0.0.1", raise_server_exceptions=False
     ) as client:
         told = refusal(client.post("/api/looks", json={"model": "speaker", "text": TEXT}), 500)
-    assert told == "something went wrong here (KeyError); the server's log says more"
+    assert told == "internal error (KeyError); see the server's log"
 
 
 # ---- how large an answer is
@@ -314,7 +314,7 @@ def test_no_answer_is_larger_than_a_megabyte() -> None:
             assert len(answer.content) <= 1_000_000
         for path, words in (
             ("pooled?kind=self&layer=0&head=0&h=512&w=513", "w: input should be less than or equal to 512"),
-            ("tile?kind=self&layer=0&head=0&r0=0&r1=257&c0=0&c1=1", "at most 256 are sent at once"),
-            ("csv?kind=self&layer=0&head=0&r0=0&r1=257&c0=0&c1=1", "at most 256 are sent at once"),
+            ("tile?kind=self&layer=0&head=0&r0=0&r1=257&c0=0&c1=1", "one response has at most 256"),
+            ("csv?kind=self&layer=0&head=0&r0=0&r1=257&c0=0&c1=1", "one response has at most 256"),
         ):
             assert words in refusal(client.get(f"{at}/{path}"), 422)

@@ -91,7 +91,16 @@ def test_every_view_of_4096_tokens(tab: Tab, long_look: Look) -> None:
     best = long_look.weights(layer=1, head=2, rows=[3000])[0].topk(3)
     for index, weight in zip(best.indices.tolist(), best.values.tolist(), strict=True):
         assert tab.weight(3000, index) == pytest.approx(weight, **CLOSE)
-    assert tab.every_view() == ["sentence", "heatmap", "grid", "walk", "next", "patterns", "variant"]
+    assert tab.every_view() == [
+        *("story", "sentence", "heatmap", "grid", "walk", "next", "contributions", "why", "patching", "patterns"),
+        "variant",
+    ]
+    full = "The text fills the model's whole context of 4096 tokens, so it cannot be continued."
+    assert tab.page.inner_text(".written") == full
+    tab.open(model="long", text=TEXT, view="variant", off="self.0.1")
+    assert tab.page.inner_text(".written") == full
+    assert re.match(r"It predicted \d+ of the first text's 4095 tokens; now \d+\.$", tab.page.inner_text(".happened"))
+    assert tab.page.inner_text(".message") == ""
     tab.open(model="long", text=TEXT, view="heatmap", layer=1, head=2, words=1, row=700, col=3)
     words = long_look.merged(kind="self", words=True, specials=True)
     exact = float(words.weights(layer=1, head=2, rows=[700], cols=[3]))

@@ -10,7 +10,7 @@ from PIL import Image
 
 from regard.models import Model
 
-from .photographs import IMAGES, PHOTOGRAPHS, take
+from .photographs import IMAGES, LARGEST, PHOTOGRAPHS, film, take
 
 
 @pytest.mark.slow
@@ -27,3 +27,13 @@ def test_every_picture_can_be_taken(models: dict[str, Model], browser: Any, tmp_
 def test_the_pictures_lie_in_the_documentation() -> None:
     there = {file.name for file in IMAGES.glob("explorer-*.png")}
     assert there == {f"explorer-{each.name}.png" for each in PHOTOGRAPHS}
+
+
+@pytest.mark.slow
+def test_the_moving_picture_moves(models: dict[str, Model], browser: Any, tmp_path: Path) -> None:
+    for file in (film(models["en-ko"], tmp_path / "explorer.webp", browser), IMAGES / "explorer.webp"):
+        with Image.open(file) as picture:
+            assert picture.n_frames >= 12  # type: ignore[attr-defined]  # formats that move have it
+        assert file.stat().st_size < LARGEST
+    for page in ("README.md", "README.ko.md"):
+        assert "docs/images/explorer.webp" in (IMAGES.parents[1] / page).read_text(encoding="utf-8")

@@ -25,12 +25,12 @@ def test_a_link_brings_the_same_picture_back(tab: Tab, seen: Look) -> None:
     tab.open(model="en-ko", text=TEXT, view="heatmap", kind="encoder", layer=0, head=0)
     tab.page.keyboard.press("ArrowRight")
     tab.page.keyboard.press("ArrowDown")
-    tab.page.keyboard.press("2")
+    tab.page.keyboard.press("3")
     tab.settled()
     assert (tab.state["head"], tab.state["layer"], tab.state["view"]) == ("1", "1", "sentence")
     tab.page.keyboard.press("/")
     tab.page.keyboard.type("ring")
-    assert tab.state["find"] == "ring"
+    tab.page.wait_for_function("() => location.hash.includes('find=ring')")
     tab.page.keyboard.press("Escape")
     address = tab.page.url
     tab.page.goto("about:blank")
@@ -46,7 +46,22 @@ def test_a_link_brings_the_same_picture_back(tab: Tab, seen: Look) -> None:
     tab.page.keyboard.press("?")
     assert tab.page.is_visible("dialog")
     tab.page.keyboard.press("Escape")
-    assert tab.tabs() == ["align", "sentence", "heatmap", "grid", "walk", "next", "patterns", "variant"]
+    assert tab.tabs() == [
+        *(
+            "story",
+            "align",
+            "sentence",
+            "heatmap",
+            "grid",
+            "walk",
+            "next",
+            "contributions",
+            "why",
+            "patching",
+            "patterns",
+        ),
+        "variant",
+    ]
 
 
 @pytest.fixture
@@ -59,7 +74,7 @@ def scene(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(("theme", "lang"), [("light", "en"), ("dark", "ko")])
 def test_phone_width(tab: Tab, scene: Path, theme: str, lang: str) -> None:
-    """Nothing sticks out at the side, in any of the ten views."""
+    """Nothing sticks out at the side, in any of the views."""
     tab.page.set_viewport_size({"width": 360, "height": 740})
     views: set[str] = set()
     for model in ("en-ko", "shapes"):
@@ -71,17 +86,17 @@ def test_phone_width(tab: Tab, scene: Path, theme: str, lang: str) -> None:
             tab.to(view)
             assert tab.page.evaluate("() => document.documentElement.scrollWidth") <= 360, view
         views |= set(tab.tabs())
-    assert len(views) == 10
+    assert len(views) == 14
 
 
 @pytest.mark.slow
 def test_one_token(tab: Tab, models: dict[str, Model]) -> None:
-    tab.open(model="speaker", text="t", row=0, col=0)
+    tab.open(model="speaker", text="t", view="sentence", row=0, col=0)
     assert len(look(models["speaker"], "t").rows()) == 1
     assert tab.weight(0, 0) == 1
     tab.every_view()
     tab.open(model="en-ko", text="ring", target="반지", beam=2)
-    assert len(tab.every_view()) == 8
+    assert len(tab.every_view()) == 12
     tab.open(model="en-ko", text="ring", beam=2)
     assert "beams" in tab.every_view()
 
@@ -92,10 +107,10 @@ WRITINGS = [("שלום עולם", "en"), ("مرحبا بالعالم", "ko"), ("
 @pytest.mark.slow
 @pytest.mark.parametrize(("text", "lang"), WRITINGS)
 def test_writing_of_other_kinds(tab: Tab, models: dict[str, Model], scene: Path, text: str, lang: str) -> None:
-    """Each in all ten views: those that only another model has are seen with that model, and its words merged."""
+    """Each in all views: those that only another model has are seen with that model, and its words merged."""
     found = look(models["speaker"], text)
     written = look(models["speaker"], text, generate={"beam": 2, "n_best": 2, "max_new_tokens": 16})
-    tab.open(model="speaker", text=text, layer=1, head=1, row=2, col=1, beam=2, lang=lang)
+    tab.open(model="speaker", text=text, view="sentence", layer=1, head=1, row=2, col=1, beam=2, lang=lang)
     assert tab.weight(2, 1) == pytest.approx(float(written.weights(layer=1, head=1)[2, 1]), **CLOSE)
     assert tab.page.inner_text("aside .who").strip() == found.rows()[2].text.strip()
     views = set(tab.every_view())
@@ -103,7 +118,7 @@ def test_writing_of_other_kinds(tab: Tab, models: dict[str, Model], scene: Path,
     views |= set(tab.every_view("align", "sentence", "heatmap"))
     tab.show(scene, model="shapes", target=text, lang=lang)
     views |= set(tab.every_view("image", "grid"))
-    assert len(views) == 10
+    assert len(views) == 14
 
 
 def test_a_long_text_is_an_overview_until_zoomed_into(tab: Tab, models: dict[str, Model]) -> None:
@@ -111,7 +126,7 @@ def test_a_long_text_is_an_overview_until_zoomed_into(tab: Tab, models: dict[str
     found = look(models["speaker"], text)
     n = len(found.rows())
     assert n > 1500
-    tab.open(model="speaker", text=text, layer=1, head=0, lang="en")
+    tab.open(model="speaker", text=text, view="heatmap", layer=1, head=0, lang="en")
     assert tab.page.inner_text(".caption").startswith("Each cell is the mean of")
     box = tab.box()
     tab.over(60, box["height"] * 0.6)
@@ -119,7 +134,8 @@ def test_a_long_text_is_an_overview_until_zoomed_into(tab: Tab, models: dict[str
     r0, r1, c0, c1 = (int(x.replace("\u202f", "")) for x in re.findall(r"[\d\u202f]+", about[0]))
     block = found.weights(layer=1, head=0, rows=slice(r0, r1 + 1), cols=slice(c0, c1 + 1))
     assert shown == pytest.approx(float(block.mean()), **CLOSE)
-    tab.open(model="speaker", text=text, layer=1, head=0, zoom="1000,1020,980,1000", row=1010, col=990)
+    zoomed = {"zoom": "1000,1020,980,1000", "row": 1010, "col": 990}
+    tab.open(model="speaker", text=text, view="heatmap", layer=1, head=0, **zoomed)
     assert tab.weight(1010, 990) == pytest.approx(
         float(found.weights(layer=1, head=0, rows=[1010], cols=[990])), **CLOSE
     )

@@ -43,7 +43,7 @@ def serving(*words: Any, regard: tuple[str, ...] = REGARD) -> Iterator[tuple[sub
     try:
         assert process.stderr is not None
         said = process.stderr.readline()
-        found = re.fullmatch(r"regard: (http://127\.0\.0\.1:\d+/) \(Ctrl-C ends it\)\n", said)
+        found = re.fullmatch(r"regard: (http://127\.0\.0\.1:\d+/) \(press Ctrl-C to stop\)\n", said)
         assert found, said
         yield process, found[1]
     finally:
@@ -120,7 +120,7 @@ def test_what_is_wrong_is_said_before_anything_is_served(
         taken.listen()
         port = str(taken.getsockname()[1])
         assert cli.main(["serve", str(folders[0]), "--port", port, "--no-open"]) == 1
-        assert f"port {port} of 127.0.0.1 cannot be used" in capsys.readouterr().err
+        assert f"cannot listen on port {port} of 127.0.0.1" in capsys.readouterr().err
     assert cli.main(["serve", str(tmp_path / "nothing"), "--port", "0", "--no-open"]) == 3
     assert "nothing" in capsys.readouterr().err
     assert cli.main(["serve"]) == 2

@@ -1,4 +1,4 @@
-"""The ten views in a browser: numbers on the screen are those ``look`` gives in Python, in both languages.
+"""The views in a browser: numbers on the screen are those ``look`` gives in Python, in both languages.
 
 A complaint in the browser's console fails a test, and so does an answer of 4xx or 5xx that was not asked for.
 """
@@ -6,45 +6,62 @@ A complaint in the browser's console fails a test, and so does an answer of 4xx 
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from regard.attention import record
 from regard.lens import Look, look
+from regard.lens.capture import attention_site
 from regard.models import Model
 
 from .browsing import EVERY_SENTENCE, Tab, as_number, as_percent, near, numbers_in
 from .conftest import TEXT
 
 CLOSE = {"abs": 2e-6, "rel": 2e-4}  # six decimals, or four digits of what is smaller
+MIDDLE_OF = """(words) => {
+  const all = [...document.querySelectorAll(".stage svg text")], sheet = document.querySelector(".stage .sheet");
+  const { y, height } = all.find((one) => one.textContent === words).getBoundingClientRect();
+  return y + height / 2 - sheet.getBoundingClientRect().y;
+}"""
+KEEP_STREAM = """() => {
+  const ask = window.fetch;
+  window.fetch = async (...asked) => {
+    const answer = await ask(...asked);
+    if (String(asked[0]).includes("/stream")) answer.clone().text().then((text) => { window.streamed = text; });
+    return answer;
+  };
+}"""
 
-# The server writes a small text before a screen can show it: its lines come one after the other, a while apart.
-SLOWLY = """() => {
-const ask = window.fetch;
-window.fetch = async (...asked) => {
-  const answer = await ask(...asked);
-  if (!String(asked[0]).includes("/stream")) return answer;
-  const lines = (await answer.text()).split("\\n").filter(Boolean), encoder = new TextEncoder();
-  const body = new ReadableStream({ async start(to) {
-    for (const line of lines) {
-      await new Promise((done) => setTimeout(done, 150));
-      to.enqueue(encoder.encode(line + "\\n"));
-    }
-    to.close();
-  } });
-  return new Response(body, { headers: answer.headers });
-};
-}"""
-LISTEN = """() => {
-  window.frames_drawn = [];
-  new MutationObserver(() => {
-    const svg = document.querySelector(".stage svg"), paths = [...svg?.querySelectorAll("path") ?? []];
-    window.frames_drawn.push({ texts: svg?.querySelectorAll("text").length ?? 0, paths: paths.length,
-      opacity: paths.map((path) => Number(path.getAttribute("opacity"))) });
-  }).observe(document.querySelector(".stage"), { subtree: true, childList: true });
-}"""
+
+def test_tokens_in_the_colours_of_their_experts(tab: Tab, models: dict[str, Model]) -> None:
+    seen = look(models["routed"], "the cat sat")
+    routing = seen.routing(layer=1)
+    tab.open(model="routed", text="the cat sat", view="experts", layer=1)
+    share = float(routing.experts.eq(2).float().mean())
+
+    def check() -> None:
+        rows = tab.table()[1:]
+        assert [row[0] for row in rows[::2]] == [label.text for label in seen.rows()]
+        assert [int(row[1]) for row in rows] == routing.experts.flatten().tolist()
+        assert [float(row[2]) for row in rows] == pytest.approx(routing.weights.flatten().tolist(), **CLOSE)
+        assert tab.texts()[-3] == as_percent(share)  # a name and a share for each of four experts
+
+    tab.in_both_languages(("Experts", "전문가"), check)
+    fills = tab.page.eval_on_selector_all(".stage svg rect", "(all) => all.map((one) => one.getAttribute('fill'))")
+    first = routing.experts[:, 0].tolist()
+    n = len(first)
+    colours = {(expert, fill) for expert, fill in zip(first, fills[:n], strict=True)}
+    assert len(colours) == len(set(first)) == len(set(fills[:n]))
+    tab.page.set_viewport_size({"width": 360, "height": 740})
+    assert tab.page.evaluate("() => document.documentElement.scrollWidth") <= 360
+    assert len(tab.files()) == 2 * n + 1
 
 
 def test_heat_map(tab: Tab, seen: Look) -> None:
@@ -133,24 +150,67 @@ def test_grid_of_layers_and_heads(tab: Tab, seen: Look) -> None:
 
 
 def test_arithmetic(tab: Tab, seen: Look) -> None:
-    tab.open(model="en-ko", text=TEXT, view="walk", kind="cross", layer=1, head=3, row=1, col=4)
+    """Rounded on the screen, whole in the file: one weight, the softmax of its row, and the values summed."""
+    row, col = 1, 4
+    tab.open(model="en-ko", text=TEXT, view="walk", kind="cross", layer=1, head=3, row=row, col=col)
+    weights = seen.weights(layer=1, head=3, kind="cross")[row]
+    names = [label.text for label in seen.cols(kind="cross")]
 
     def check() -> None:
         texts = tab.texts()
-        exact = float(seen.weights(layer=1, head=3, kind="cross")[1, 4])
-        weight = next(as_number(text) for text in texts if re.fullmatch(r"[\d.e−]+", text) and near(text, exact))
-        assert weight == pytest.approx(exact, **CLOSE)
-        score, lse = numbers_in(texts, r"exp\((\S+) − (\S+)\) =")
-        assert torch.tensor(score - lse).exp().item() == pytest.approx(exact, rel=1e-4)
-        dot, factor = numbers_in(texts, r"(\S+) × (\S+) =")
-        assert factor == pytest.approx(6**-0.5, abs=1e-6)
-        assert dot * factor == pytest.approx(score, abs=1e-4)
+        _, factor = numbers_in(texts, r"(\S+) × (\S+) =")
+        assert factor == pytest.approx(6**-0.5, abs=5e-4)
+        power, total = numbers_in(texts, r"(\S+) ÷ (\S+) =")
+        assert power / total == pytest.approx(float(weights[col]), rel=0.01)
+        shown = texts[texts.index("eˢ ÷ Σ") + 1 :]
+        for index, name in enumerate(names):  # name, s, eˢ, share
+            line = shown[4 * index : 4 * index + 4]
+            score, power, share = (as_number(text) for text in line[1:])
+            assert line[0] == name
+            assert power == pytest.approx(math.exp(score), rel=0.006, abs=0.006)
+            assert share == pytest.approx(float(weights[index]), abs=5e-4)
+        sign, *sums = shown[4 * len(names) :][:3]
+        assert (sign, [as_number(text) for text in sums]) == ("Σ", pytest.approx([total, 1], abs=1e-3))
+        assert all(len(re.sub(r"\D", "", text)) <= 4 for text in shown[: 4 * len(names)] if text not in names)
 
     tab.in_both_languages(("Arithmetic", "계산 과정"), check)
     table = dict(line[:2] for line in tab.files()[1:])
-    values = [[float(table[f"{name}[{i}]"]) for i in range(6)] for name in ("q", "k", "v", "contribution")]
-    assert sum(a * b for a, b in zip(values[0], values[1], strict=True)) == pytest.approx(float(table["dot"]), abs=1e-4)
-    assert [float(table["weight"]) * v for v in values[2]] == pytest.approx(values[3], abs=1e-5)
+    q, k, v, share, output = (
+        [float(table[f"{name}[{i}]"]) for i in range(6)] for name in ("q", "k", "v", "contribution", "output")
+    )
+    assert sum(a * b for a, b in zip(q, k, strict=True)) == pytest.approx(float(table["dot"]), abs=1e-4)
+    assert [float(table["weight"]) * x for x in v] == pytest.approx(share, abs=1e-5)
+    values = layer_values(seen, 1)[3]  # (S, D) of head 3
+    assert output == pytest.approx((weights @ values).tolist(), abs=1e-5)
+    for index, name in enumerate(names):
+        assert float(table[f"weight {index} {name}"]) == pytest.approx(float(weights[index]), abs=1e-6)
+
+
+def layer_values(seen: Look, layer: int) -> torch.Tensor:
+    """v of the cross-attention of a layer, (H, S, D)."""
+    model: Any = seen.model
+    with torch.no_grad(), record(attention_site(model, "cross", layer).owner) as recorder:
+        model.hidden(*seen.inputs)
+    values = recorder.attentions["attention"][0].v
+    assert values is not None
+    return values[0]
+
+
+def test_arithmetic_starts_from_the_cell_that_was_clicked(tab: Tab, seen: Look) -> None:
+    tab.open(model="en-ko", text=TEXT, view="heatmap", kind="cross", layer=1, head=-1)
+    box = tab.box()
+    tab.click(box["width"] * 0.5, box["height"] * 0.55)
+    row, col = int(tab.state["row"]), int(tab.state["col"])
+    tab.page.click('aside [data-open="walk"]')
+    tab.settled()
+    assert tab.page.get_attribute("nav [aria-selected=true]", "data-view") == "walk"
+    assert [tab.page.input_value(f'select[data-axis="{axis}"]') for axis in ("row", "col")] == [str(row), str(col)]
+    every = torch.stack([seen.weights(layer=1, head=head, kind="cross")[row, col] for head in range(4)])
+    assert f"head {int(every.argmax()) + 1}," in tab.page.inner_text(".stage")
+    other = next(n for n in range(len(seen.cols(kind="cross"))) if n != col)
+    below = tab.page.evaluate(MIDDLE_OF, "eˢ ÷ Σ")
+    tab.click(40, below + 28 * (other + 1))
+    assert (tab.state["row"], tab.state["col"]) == (str(row), str(other))
 
 
 def test_alignment(tab: Tab, seen: Look) -> None:
@@ -164,35 +224,44 @@ def test_alignment(tab: Tab, seen: Look) -> None:
     assert float(tab.files()[1][3]) == pytest.approx(exact, abs=1e-7)
 
 
-@pytest.mark.parametrize("head", [0, -1])
-def test_alignment_is_drawn_while_it_is_written(tab: Tab, seen: Look, head: int) -> None:
-    """Each token comes with its row of weights, and its lines are there before the next token is."""
-    exact = seen.weights(layer=1, head=None if head < 0 else head, kind="cross")
-    tab.open(model="en-ko", text=TEXT, view="align", layer=1, head=head, row=0, col=2)
-    tab.page.evaluate(SLOWLY)
-    tab.page.evaluate(LISTEN)
-    with tab.page.expect_response("**/api/stream") as streamed:
-        tab.page.click('[data-do="write"]')
-    tab.page.wait_for_function("() => document.querySelector('[data-do=write]').disabled")
-    tab.page.wait_for_function("() => !document.querySelector('[data-do=write]').disabled")
+def drawn(tab: Tab) -> tuple[int, int]:
+    """Tokens and lines of the drawing."""
     tab.settled()
-    told = [json.loads(line) for line in streamed.value.text().splitlines()]
-    rows = torch.tensor([line["weights"] for line in told if "weights" in line])
-    assert rows.shape == exact.shape
-    assert (rows - exact).abs().max() < 1e-5
-    frames = tab.page.evaluate("() => window.frames_drawn")
-    n_source, lines = exact.shape[1], [0, *(_lines_of(row) for row in exact)]
-    for n in range(1, len(exact)):  # n tokens are there, and the lines of exactly those
-        drawn = [frame for frame in frames if frame["texts"] == n_source + n]
-        assert drawn, (n, frames)
-        assert drawn[0]["paths"] == sum(lines[: n + 1])
-    first = next(frame for frame in frames if frame["texts"] == n_source + 1)
-    heaviest = float(exact[0].max())
-    assert max(first["opacity"]) == pytest.approx(0.1 + 0.9 * heaviest, abs=0.006)
+    return len(tab.texts()), tab.page.locator(".stage svg path").count()
+
+
+def steps_of(tab: Tab, n_steps: int) -> Iterator[int]:
+    """ "Watch it write" without a clock, then "One step" again and again; after the last it ends by itself."""
+    tab.page.evaluate("() => { window.setInterval = () => 1; }")
+    tab.page.click('[data-do="write"]')
+    tab.settled()
+    tab.page.click('[data-do="pause"]')
+    for n in range(1, n_steps + 1):
+        assert tab.page.inner_text(".player output") == f"{n - 1} / {n_steps}"
+        tab.page.click('[data-do="step"]')
+        yield n
+    tab.page.wait_for_selector('[data-do="write"]:visible')
+    tab.settled()
+
+
+@pytest.mark.parametrize(("head", "beam"), [(0, 1), (-1, 1), (1, 4)])
+def test_alignment_is_drawn_as_it_is_written(tab: Tab, models: dict[str, Model], head: int, beam: int) -> None:
+    """Each token comes with its row of weights; paused, it waits, and a step brings exactly one more."""
+    seen = look(models["en-ko"], TEXT, generate={"beam": beam})
+    exact = seen.weights(layer=1, head=None if head < 0 else head, kind="cross")
+    tab.open(model="en-ko", text=TEXT, view="align", layer=1, head=head, row=0, col=2, beam=beam)
+    tab.page.evaluate(KEEP_STREAM)
+    n_source, lines = exact.shape[1], [_lines_of(row) for row in exact]
+    for n in steps_of(tab, len(exact)):
+        assert drawn(tab) == (n_source + n, sum(lines[:n])) or n == len(exact)
+    told = [json.loads(line) for line in tab.page.evaluate("() => window.streamed ?? ''").splitlines()]
+    assert bool(told) == (beam == 1), "what a search found is there already"
+    for line, row in zip((line for line in told if "weights" in line), exact, strict=beam == 1):
+        assert line["weights"] == pytest.approx(row.tolist(), abs=1e-5)
     assert tab.page.get_attribute('textarea[name="target"]', "placeholder") == seen.target_text
     assert tab.weight(0, 2) == pytest.approx(float(exact[0, 2]), **CLOSE)
     shown = torch.tensor([[float(x) for x in line[1:]] for line in tab.table()[1:]])
-    assert (shown - rows).abs().max() < 1e-5
+    assert (shown - exact).abs().max() < 1e-5
 
 
 def _lines_of(row: torch.Tensor) -> int:
@@ -200,17 +269,22 @@ def _lines_of(row: torch.Tensor) -> int:
     return int((row.topk(3).values >= 0.05).sum())
 
 
-def test_a_new_text_is_written_in_view(tab: Tab, models: dict[str, Model]) -> None:
+def test_a_new_text_is_written_in_view_at_a_pace_to_follow(tab: Tab, models: dict[str, Model]) -> None:
     tab.open(model="en-ko", text=TEXT, view="align", layer=0, row=0, col=1)
     text = "[formal] Did the tiger shine?"
     tab.page.fill('textarea[name="text"]', text)
+    began = time.monotonic()
     with tab.page.expect_response("**/api/stream"):
         tab.page.click(".primary")
     tab.page.wait_for_function("() => !document.querySelector('.primary').disabled")
-    tab.settled()
     found = look(models["en-ko"], text)
-    assert tab.page.get_attribute('textarea[name="target"]', "placeholder") == found.target_text
     exact = found.weights(layer=0, head=None, kind="cross")
+    tab.page.wait_for_function("() => Number(document.querySelector('.player output').textContent.split(' ')[0]) >= 2")
+    assert time.monotonic() - began > 1, "two tokens, more than half a second each"
+    assert tab.page.inner_text(".live") in found.target_text
+    tab.page.wait_for_selector('[data-do="write"]:visible')
+    tab.settled()
+    assert tab.page.get_attribute('textarea[name="target"]', "placeholder") == found.target_text
     shown = torch.tensor([[float(x) for x in line[1:]] for line in tab.table()[1:]])
     assert torch.allclose(shown, exact, atol=1e-6)
 
@@ -313,6 +387,25 @@ def test_beam_tree(tab: Tab, models: dict[str, Model]) -> None:
     assert len(tab.table()) == 1 + len(nodes) - len(given_up)
 
 
+def test_a_beam_search_is_watched_step_by_step(tab: Tab) -> None:
+    tab.open(model="en-ko", text=TEXT, view="beams", beam=4)
+    for _ in tab.languages():
+        nodes = {line[0]: line for line in tab.table()[1:]}
+        depths = {"0": 0}
+        for number, line in nodes.items():  # parents before children
+            depths.setdefault(number, depths.get(line[1], 0) + 1)
+        last = max(depths.values())
+        for n in steps_of(tab, last):
+            tab.settled()
+            names = sum(0 < depth <= n for depth in depths.values())
+            scores = sum(depth == n for depth in depths.values())  # of the beams of this step
+            assert len(tab.texts()) == names + scores or n == last
+        assert len(tab.texts()) > len(nodes) - 1, "all of it, with scores"
+    tab.page.click('[data-do="write"]')
+    tab.page.click('[data-do="end"]')
+    tab.page.wait_for_selector('[data-do="write"]:visible')
+
+
 def test_the_score_of_what_was_given_up_is_under_the_pointer(tab: Tab) -> None:
     tab.open(model="en-ko", text=TEXT, view="beams", beam=4)
     box, told = tab.box(), []
@@ -322,7 +415,7 @@ def test_the_score_of_what_was_given_up_is_under_the_pointer(tab: Tab) -> None:
             if shown := tab.tip_now():
                 told.append(shown)
     scores = [float(line[3]) for line in tab.table()[1:]]
-    assert any("given up here" in about for _, about in told)
+    assert any("dropped here" in about for _, about in told)
     for score, _ in told:
         assert min(abs(score - one) for one in scores) < 1e-4
 

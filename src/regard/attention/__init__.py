@@ -1,7 +1,7 @@
 """Attention: ``attend``, masks and biases as functions of position, and maps whose weights are never stored.
 
-Shapes, here and everywhere: B batch, H query heads, G key/value heads, T queries, S keys, D head width, M model width.
-Heads are (B, H, T, D). Masks: True = may look.
+Shapes: B batch, H query heads, G key/value heads, T queries, S keys, D head width, M model width. Heads are
+(B, H, T, D). A mask is True where a query may attend.
 """
 
 from . import backends, biases, cache, gradients, masks, readings

@@ -1,7 +1,7 @@
-"""Which backend can compute an attention call, and which one does.
+"""The backends: which ones can compute an attention call, and which one does.
 
-``CAPABILITIES`` (backend × kind of mechanism × device × direction × feature) drives ``auto``, the error messages and
-the parametrised tests. ``choose`` picks the fastest capable backend, ``run`` executes it.
+``CAPABILITIES`` (backend × kind of mechanism × device × direction × feature) determines what ``auto`` may choose, what
+error messages say and what the parity tests cover. ``choose`` picks the fastest capable backend; ``run`` calls it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,23 @@ from .triton_backend import constant_in_graphs, triton, triton_is_fast, triton_o
 
 MASKS = ("causal", "padding", "mask")  # "mask": any other mask
 BIASES = ("bias", "trainable bias", "content bias")  # "content bias" reads q and k
-DROPOUT = ("dropout", "seed")  # "seed": the dropout mask is fixed by a given seed
-FEATURES = ("plain", *MASKS, *BIASES, "gqa", *DROPOUT, "weights")  # "weights": returns the weights
-# Values of ``Mechanism.kind``: dot products · those with a soft cap · v · tanh(q + k) · other scores under a softmax ·
-# products of feature maps · other positive scores divided by their sum · dot products with a summary of the keys.
-KINDS = ("dot", "capped", "additive", "scores", "kernel", "shares", "summary")
+SINKS = ("sinks",)  # a logit per head in the denominator of the softmax
+DROPOUT = ("dropout", "seed")  # "seed": the dropout mask is determined by a seed
+FEATURES = ("plain", *MASKS, *BIASES, *SINKS, "gqa", *DROPOUT, "weights")  # "weights": the weights are returned
+KINDS = (  # values of ``Mechanism.kind``
+    "dot",  # dot products
+    "capped",  # dot products with a soft cap
+    "additive",  # v · tanh(q + k)
+    "scores",  # any other score under a softmax
+    "kernel",  # dot products of feature maps, divided by their sum
+    "shares",  # any other positive score, divided by the sum
+    "sigmoid",  # scores under a sigmoid
+    "summary",  # dot products with a summary of the keys
+)
 DEVICES = ("cpu", "cuda", "mps")
-OTHER_DEVICE = "mps"  # unlisted devices (meta, xpu …) have torch's own operations, like this one
+OTHER_DEVICE = "mps"  # unlisted devices (meta, xpu …) are treated like this one: torch's own operations only
 DIRECTIONS = ("forward", "backward")
-SMALL_MASK = 1 << 20  # pairs up to which sdpa's dense mask is small enough not to matter
+SMALL_MASK = 1 << 20  # up to this many pairs, sdpa's dense mask is cheap
 
 
 class Capability(NamedTuple):
@@ -46,18 +54,21 @@ class Capability(NamedTuple):
 
 _TILED = ("plain", *MASKS, *BIASES, "gqa", *DROPOUT)
 _FUSED = ("plain", *MASKS, "bias", "trainable bias", "gqa")
+_SUMMARY = ("plain", "padding", *SINKS, "gqa")
 _TABLE: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     ("reference", ("dot", "capped", "additive", "scores"), DEVICES, DIRECTIONS, FEATURES),
     ("reference", ("kernel", "shares"), DEVICES, DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT, "weights")),
-    ("reference", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT, "weights")),
-    ("tiled", ("dot", "capped", "additive", "scores"), DEVICES, DIRECTIONS, _TILED),
-    ("tiled", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", *DROPOUT)),
-    ("sdpa", ("dot",), DEVICES, DIRECTIONS, (*_FUSED, "dropout")),
-    ("sdpa", ("summary",), DEVICES, DIRECTIONS, ("plain", "padding", "gqa", "dropout")),
+    ("reference", ("sigmoid",), DEVICES, DIRECTIONS, (*_TILED, "weights")),
+    ("tiled", ("sigmoid",), DEVICES, DIRECTIONS, _TILED),
+    ("reference", ("summary",), DEVICES, DIRECTIONS, (*_SUMMARY, *DROPOUT, "weights")),
+    ("tiled", ("dot", "capped", "additive", "scores"), DEVICES, DIRECTIONS, (*_TILED, *SINKS)),
+    ("tiled", ("summary",), DEVICES, DIRECTIONS, (*_SUMMARY, *DROPOUT)),
+    ("sdpa", ("dot",), DEVICES, DIRECTIONS, (*_FUSED, *SINKS, "dropout")),
+    ("sdpa", ("summary",), DEVICES, DIRECTIONS, (*_SUMMARY, "dropout")),
     ("triton", ("dot", "capped"), ("cuda",), DIRECTIONS, _TILED),
     ("triton", ("additive",), ("cuda",), DIRECTIONS, ("plain", *MASKS, "gqa", *DROPOUT)),
-    ("flex", ("dot",), ("cuda",), DIRECTIONS, _FUSED),
-    ("flex", ("dot",), ("cpu",), ("forward",), _FUSED),
+    ("flex", ("dot",), ("cuda",), DIRECTIONS, (*_FUSED, *SINKS)),
+    ("flex", ("dot",), ("cpu",), ("forward",), (*_FUSED, *SINKS)),
     ("linear", ("kernel",), DEVICES, DIRECTIONS, ("plain", "causal", "padding", "gqa")),
 )
 CAPABILITIES = frozenset(Capability(backend, *rest) for backend, *axes in _TABLE for rest in itertools.product(*axes))
@@ -67,7 +78,7 @@ _RUN = {"sdpa": sdpa, "flex": flex, "tiled": tiled, "linear": linear, "triton": 
 
 class Attended(NamedTuple):
     output: Tensor  # (B, H, T, D)
-    weights: Tensor | None  # (B, H, T, S), before dropout; only when asked for
+    weights: Tensor | None  # (B, H, T, S), before dropout; None unless requested
 
 
 def run(call: AttentionCall, backend: str = "auto", weights: bool = False) -> Attended:
@@ -76,14 +87,14 @@ def run(call: AttentionCall, backend: str = "auto", weights: bool = False) -> At
     if name not in BACKENDS:
         near = nearest_name(name, BACKENDS)
         hint = "" if near is None else f"; did you mean {near!r}?"
-        raise ValueError(f"backend={name!r} is none of {', '.join(BACKENDS)}, auto{hint}")
+        raise ValueError(f"backend={name!r} is not one of {', '.join(BACKENDS)}, auto{hint}")
     features, direction = features_of(call, weights), _direction(call)
     kind, device = call.mechanism.kind, call.q.device.type
     if missing := missing_features(name, kind, device, direction, features):
         capable = ", ".join(capable_backends(kind, device, direction, features)) or "none"
-        raise ValueError(f"backend={name!r} cannot do {_describe(call, missing, device)}; these can: {capable}")
+        raise ValueError(f"backend={name!r} does not support {_describe(call, missing, device)}; these do: {capable}")
     if name == "triton" and (obstacle := triton_obstacle(call)):
-        raise ValueError(f"backend='triton' cannot do {obstacle}; 'auto' chooses a backend that can")
+        raise ValueError(f"backend='triton' cannot compute this call ({obstacle}); 'auto' chooses a backend that can")
     if name == "reference":
         output, matrix = reference(call)
         return Attended(output, matrix if weights else None)
@@ -91,11 +102,11 @@ def run(call: AttentionCall, backend: str = "auto", weights: bool = False) -> At
 
 
 def choose(call: AttentionCall, weights: bool = False) -> str:
-    """The fastest backend that can do what is asked."""
+    """The fastest backend that supports a call."""
     features, device = features_of(call, weights), call.q.device.type
     capable = capable_backends(call.mechanism.kind, device, _direction(call), features)
     if not capable:
-        raise ValueError(f"no backend can do {_describe(call, sorted(features), device)}")
+        raise ValueError(f"no backend supports {_describe(call, sorted(features), device)}")
     if "linear" in capable:
         return "linear"
     fused = call.bias is None and (sees_everything(call.mask, call.frame) or is_square_causal(call.mask, call.frame))
@@ -111,17 +122,17 @@ def choose(call: AttentionCall, weights: bool = False) -> str:
     return next(b for b in by_speed if b in capable)
 
 
-@constant_in_graphs  # traced, each entry of the table is compared before every call: 4 ms on a CPU
+@constant_in_graphs  # if traced, a compiled graph would guard on every entry of the table: 4 ms per call on a CPU
 def missing_features(backend: str, kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
-    """The features a backend lacks for this kind of mechanism on this device, in the table's order."""
+    """The features a backend lacks for this kind of mechanism on this device, in the order of FEATURES."""
     device = device if device in DEVICES else OTHER_DEVICE
-    asked = [f for f in FEATURES if f in features]
-    return [f for f in asked if Capability(backend, kind, device, direction, f) not in CAPABILITIES]
+    needed = [f for f in FEATURES if f in features]
+    return [f for f in needed if Capability(backend, kind, device, direction, f) not in CAPABILITIES]
 
 
 @constant_in_graphs
 def capable_backends(kind: str, device: str, direction: str, features: frozenset[str]) -> list[str]:
-    """The backends that have all of the features."""
+    """The backends that support all of the features."""
     return [b for b in BACKENDS if not missing_features(b, kind, device, direction, features | {"plain"})]
 
 
@@ -130,6 +141,8 @@ def features_of(call: AttentionCall, weights: bool) -> frozenset[str]:
     features = {"plain"} | _mask_features(call.mask)
     if call.bias is not None:
         features.add("content bias" if call.bias.reads_content else "trainable bias" if call.bias.trainable else "bias")
+    if call.sinks is not None:
+        features.add("sinks")
     if call.q.shape[1] != call.v.shape[1]:  # v, not k: a mechanism may have projected k for every query head
         features.add("gqa")
     if call.dropout > 0:
@@ -146,11 +159,13 @@ def _mask_features(mask: Mask | None) -> set[str]:
 
 
 def _direction(call: AttentionCall) -> str:
-    trains = call.bias is not None and call.bias.trainable
-    needs_grad = trains or any(x.requires_grad for x in (call.q, call.k, call.v))
+    inputs = (call.q, call.k, call.v, call.sinks)
+    needs_grad = any(x is not None and x.requires_grad for x in inputs)
+    if call.bias is not None:
+        needs_grad = needs_grad or call.bias.trainable
     return "backward" if needs_grad and torch.is_grad_enabled() else "forward"
 
 
 def _describe(call: AttentionCall, features: Iterable[str], device: str) -> str:
-    what = ", ".join(f for f in features if f != "plain") or "this mechanism"
-    return f"{what} (mechanism {call.mechanism.name!r} on {device}, {_direction(call)})"
+    listed = ", ".join(f for f in features if f != "plain") or "this mechanism"
+    return f"{listed} (mechanism {call.mechanism.name!r} on {device}, {_direction(call)})"

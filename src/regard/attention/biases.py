@@ -1,8 +1,8 @@
-"""Position biases, added to the scores: dense, ALiBi, T5, Transformer-XL.
+"""Biases added to the scores: dense, ALiBi, T5, Swin, BigBird, Transformer-XL.
 
-A bias computes its O(T) tensors once (``operands``: values by distance, projected encodings), under autograd, and
-``tile`` reads from them. Backends that recompute tiles pass each tile's gradient to ``tile_backward``, so a bias trains
-without a T × S matrix.
+A bias computes its O(T) tensors once under autograd (``operands``: values by distance, projected encodings), and
+``tile`` reads from them. Backends that recompute tiles pass each tile's gradient to ``tile_backward``, so a bias can be
+trained without a T × S matrix.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from torch import Tensor, nn
 from .frame import ALL, Frame, Span, as_range
 from .mechanisms import Operands, by_group, by_head
 
-__all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Sum", "T5Bias", "XLRelative", "alibi_slopes"]
+# fmt: off
+__all__ = [
+    "Alibi", "Bias", "DenseBias", "FirstBlockBias", "RelativeBias", "Sum", "T5Bias", "WindowBias", "XLRelative",
+    "alibi_slopes",
+]
+# fmt: on
 
 
 class Bias(nn.Module):
-    """Base of all biases."""
+    """Base class of all biases."""
 
     reads_content: bool = False  # whether ``tile`` reads q and k
-    n_operands: int = 0
+    n_operands: int = 0  # the number of tensors that ``operands`` returns
 
     def operands(self, frame: Frame) -> Operands:
         """The O(T) tensors that ``tile`` reads, differentiable in the parameters."""
         return ()
 
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
-        """The bias of some rows and columns, broadcastable to (B, H, R, C), given q (B, H, R, D) and k (B, G, C, D)."""
+        """The bias for some rows and columns, broadcastable to (B, H, R, C); q is (B, H, R, D) and k (B, G, C, D)."""
         raise NotImplementedError
 
     def tile_backward(
@@ -46,7 +51,10 @@ class Bias(nn.Module):
         d_tile: Tensor,
         d_operands: list[Tensor],
     ) -> tuple[Tensor, Tensor] | None:
-        """Add a tile's gradient to ``d_operands``; return that of q and k if the bias reads them. Default: autograd."""
+        """Add the gradients of the operands to ``d_operands``; return those of q and k if the bias reads them.
+
+        Default: autograd.
+        """
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
             tile = self.tile(rows, cols, frame, tuple(inputs[2:]), inputs[0], inputs[1])
@@ -63,23 +71,45 @@ class Bias(nn.Module):
         return self.tile(ALL, ALL, frame, self.operands(frame), q, k)
 
     def check(self, frame: Frame) -> None:
-        """Raise when the bias does not fit this frame."""
+        """Raise if the bias does not fit this frame."""
 
     @property
     def trainable(self) -> bool:
         return any(p.requires_grad for p in self.parameters())
 
 
+class FirstBlockBias(Bias):
+    """log(1 + r) on the keys of the first block, for the queries of all blocks except the first and the last.
+
+    Adding log(1 + r) to a score counts its key 1 + r times in the softmax. Outside of training, Hugging Face's BigBird
+    (Zaheer et al. 2020) has r repeats of the first block in place of r random blocks; this reproduces it. Sequences of
+    up to 5 + 2 r blocks have no such bias.
+    """
+
+    def __init__(self, size: int, repeats: int) -> None:
+        super().__init__()
+        self.size, self.repeats = size, repeats
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        at, length = frame.site(rows, cols), frame.n_keys
+        block = torch.div(at.i, self.size, rounding_mode="floor")
+        is_between = (block > 0) & (block < (length - 1) // self.size)
+        # A tensor comparison, so that a graph traced with a symbolic length is not specialised to one.
+        is_long = torch.full((), length, device=at.i.device) > (5 + 2 * self.repeats) * self.size
+        return (is_between & (at.j < self.size) & is_long).to(q.dtype) * math.log1p(self.repeats)
+
+
 class DenseBias(Bias):
-    """A tensor of additive scores: (T, S), (H, T, S) or (B or 1, H or 1, T, S)."""
+    """A tensor added to the scores: (T, S), (H, T, S) or (B or 1, H or 1, T, S)."""
 
     n_operands = 1
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
         if not 2 <= values.dim() <= 4 or not values.is_floating_point():
-            raise ValueError(f"DenseBias wants 2 to 4 floating dimensions, got {values.dtype} {tuple(values.shape)}")
-        self.values = values  # not a Parameter: a tensor inside another graph keeps its gradient path
+            got = f"{values.dtype} of shape {tuple(values.shape)}"
+            raise ValueError(f"DenseBias needs a floating-point tensor of 2 to 4 dimensions, got {got}")
+        self.values = values  # not a Parameter: gradients must flow back into the graph that computed it
 
     def operands(self, frame: Frame) -> Operands:
         values = self.values[(None,) * (4 - self.values.dim())]
@@ -90,10 +120,10 @@ class DenseBias(Bias):
         return operands[0][:, :, rows][..., cols]
 
     def check(self, frame: Frame) -> None:
-        given = (1,) * (4 - self.values.dim()) + tuple(self.values.shape)
+        shape = (1,) * (4 - self.values.dim()) + tuple(self.values.shape)
         sizes = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys)
-        if given[2:] != sizes[2:] or any(g not in (1, n) for g, n in zip(given[:2], sizes[:2], strict=True)):
-            raise ValueError(f"bias of shape {given} does not fit (batch, heads, queries, keys) = {sizes}")
+        if shape[2:] != sizes[2:] or shape[0] not in (1, sizes[0]) or shape[1] not in (1, sizes[1]):
+            raise ValueError(f"bias of shape {shape} does not fit (batch, heads, queries, keys) = {sizes}")
         if self.values.device != frame.device:
             raise ValueError(f"bias is on {self.values.device} but q is on {frame.device}; put them on one device")
 
@@ -135,10 +165,15 @@ class Sum(Bias):
             part.check(frame)
 
 
+def _check_heads(bias: Bias, n_heads: int, frame: Frame) -> None:
+    if n_heads != frame.n_heads:
+        raise ValueError(f"bias {type(bias).__name__} has n_heads={n_heads}, but q has {frame.n_heads} heads")
+
+
 def toeplitz(values: Tensor, n_rows: int) -> Tensor:
     """Values by distance (..., R + C - 1) → (..., R, C) with out[i, j] = values[j - i + R - 1]."""
     n_cols = values.shape[-1] - n_rows + 1
-    if n_cols > n_rows:  # flip would make a wide tile column-major, which is slow to add
+    if n_cols > n_rows:  # flip would lay out a wide tile column by column, which is slow to add
         return skew(values[..., None, :].expand(*values.shape[:-1], n_rows, values.shape[-1]))
     return values.unfold(-1, n_cols, 1).flip(-2)  # row i is the window that starts at R - 1 - i
 
@@ -154,7 +189,7 @@ def skew(by_distance: Tensor) -> Tensor:
     rows, width = by_distance.shape[-2:]
     if rows == 1:
         return by_distance
-    # Row i + 1 starts width - 1 numbers after row i: drop the first R - 1 numbers and reshape to rows one shorter.
+    # Drop the first R - 1 numbers and reshape to rows of width - 1: each row then starts one distance further left.
     shorter = by_distance.flatten(-2)[..., rows - 1 : rows * width - 1].unflatten(-1, (rows, width - 1))
     return shorter[..., : width - rows + 1]
 
@@ -168,17 +203,16 @@ def unskew(tile: Tensor) -> Tensor:
 
 
 class DistanceBias(Bias):
-    """A bias with one operand row per distance (key position - query position) and head."""
+    """A bias whose operands have one row per head and distance (key position - query position)."""
 
     n_heads: int
 
     def check(self, frame: Frame) -> None:
-        if self.n_heads != frame.n_heads:
-            raise ValueError(f"bias {type(self).__name__} has n_heads={self.n_heads}, the queries have {frame.n_heads}")
+        _check_heads(self, self.n_heads, frame)
 
     @staticmethod
     def _tile_distances(rows: Span, cols: Span, frame: Frame) -> slice | None:
-        """The R + C - 1 distances of a tile among all distances; None where they are not consecutive."""
+        """The R + C - 1 distances of a tile as a slice of all distances; None if they are not consecutive."""
         row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
         if frame.steady is None or row_range is None or col_range is None:
             return None
@@ -204,17 +238,17 @@ class DistanceBias(Bias):
     def _diagonals_backward(
         self, distances: slice, operands: Operands, q: Tensor, k: Tensor, d_tile: Tensor, d_operands: list[Tensor]
     ) -> tuple[Tensor, Tensor] | None:
-        """``tile_backward`` of a tile with consecutive distances."""
+        """``tile_backward`` for a tile with consecutive distances."""
         raise NotImplementedError
 
 
 class RelativeBias(DistanceBias):
-    """A bias b_h(j - i) of the distance alone. Subclasses define ``at``."""
+    """A bias b_h(j - i) that depends on the distance only. Subclasses define ``at``."""
 
     n_operands = 1
 
     def at(self, distance: Tensor) -> Tensor:
-        """Values (H, …) for integer distances (…): key position - query position."""
+        """Values (H, …) for integer distances (…), key position - query position."""
         raise NotImplementedError
 
     def operands(self, frame: Frame) -> Operands:
@@ -241,7 +275,7 @@ class RelativeBias(DistanceBias):
 
 
 def _is_constant(values: Tensor) -> bool:
-    """Whether a tile is one value per head, as T5's are far from the diagonal; checked on a CPU without gradients."""
+    """Whether a tile has one value per head, as T5's do far from the diagonal; tested only on CPU without gradients."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or values.device.type != "cpu":
         return False
     return bool((values == values[:, :1]).all())
@@ -259,7 +293,7 @@ class Alibi(RelativeBias):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        # Recomputed: .to_empty() and .half().float() would change them.
+        # Recompute the slopes, which .to_empty() and .half().float() would change.
         self.slopes = torch.tensor(alibi_slopes(self.n_heads), dtype=self.slopes.dtype, device=self.slopes.device)
         return self
 
@@ -268,7 +302,7 @@ class Alibi(RelativeBias):
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """The paper's slopes; between powers of two, the rest are every second slope of the next power."""
+    """The paper's slopes; if n_heads is not a power of two, the rest are every second slope of the next power."""
     below = 2 ** math.floor(math.log2(n_heads))
     slopes = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]
     return slopes + [2.0 ** (-4.0 * (2 * h + 1) / below) for h in range(n_heads - below)]
@@ -277,7 +311,7 @@ def alibi_slopes(n_heads: int) -> list[float]:
 class T5Bias(RelativeBias):
     """T5's learned bias (Raffel et al. 2020, §2.1): b_h(d) = w[bucket(d), h].
 
-    Small distances have a bucket each, larger ones share buckets that grow logarithmically up to ``max_distance``.
+    Each small distance has its own bucket; larger ones share buckets that grow logarithmically up to ``max_distance``.
     """
 
     def __init__(self, n_heads: int, n_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True) -> None:
@@ -298,13 +332,13 @@ class T5Bias(RelativeBias):
         if self.bidirectional:
             n //= 2
             start = (distance > 0).long() * n
-            back = distance.abs()
+            size = distance.abs()
         else:
-            back = (-distance).clamp(min=0)
+            size = (-distance).clamp(min=0)
         exact = n // 2
-        ratio = torch.log(back.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        ratio = torch.log(size.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         far = (exact + (ratio * (n - exact)).long()).clamp(max=n - 1)
-        return start + torch.where(back < exact, back, far)
+        return start + torch.where(size < exact, size, far)
 
     def at(self, distance: Tensor) -> Tensor:
         return self.w[self.bucket(distance)].movedim(-1, 0)
@@ -313,10 +347,42 @@ class T5Bias(RelativeBias):
         return f"{self.n_heads}, n_buckets={self.n_buckets}, max_distance={self.max_distance}"
 
 
-class XLRelative(DistanceBias):
-    """Transformer-XL (Dai et al. 2019, §3.3): scale · ((q + v) · r_{i-j} + u · k), r = W_r sinusoid(i - j).
+class WindowBias(Bias):
+    """Swin's learned bias (Liu et al. 2021, eq. 4): b_h = w[offset in rows and columns from key to query, h].
 
-    A tile of R × C has R + C - 1 distances: (q + v) · r is one small product, and ``skew`` reads the tile from it.
+    Positions number the cells of a grid ``width`` cells wide, row by row; a window has ``side`` × ``side`` cells.
+    """
+
+    n_operands = 1
+
+    def __init__(self, n_heads: int, width: int, side: int) -> None:
+        super().__init__()
+        self.n_heads, self.width, self.side = n_heads, width, side
+        self.w = nn.Parameter(torch.empty((2 * side - 1) ** 2, n_heads))
+        nn.init.normal_(self.w, std=0.02)
+
+    def operands(self, frame: Frame) -> Operands:
+        return (self.w.T[frame.heads],)  # (H, offsets)
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        at, reach = frame.site(rows, cols), self.side - 1
+        down = torch.div(at.i, self.width, rounding_mode="floor") - torch.div(at.j, self.width, rounding_mode="floor")
+        right = at.i % self.width - at.j % self.width
+        near = (down.abs() <= reach) & (right.abs() <= reach)  # other pairs are in different windows, hence masked
+        index = torch.where(near, (down + reach) * (2 * reach + 1) + right + reach, 0)[:, 0]  # (B or 1, R, C)
+        return operands[0][:, index].transpose(0, 1)  # (B or 1, H, R, C)
+
+    def check(self, frame: Frame) -> None:
+        _check_heads(self, self.n_heads, frame)
+
+    def extra_repr(self) -> str:
+        return f"{self.n_heads}, width={self.width}, side={self.side}"
+
+
+class XLRelative(DistanceBias):
+    """Transformer-XL (Dai et al. 2019, §3.3): scale · ((q + v) · r_{i-j} + u · k), r_{i-j} = W_r sinusoid(i - j).
+
+    An R × C tile has R + C - 1 distances: (q + v) · r is one small matrix product, from which ``skew`` reads the tile.
     """
 
     reads_content = True
@@ -333,13 +399,13 @@ class XLRelative(DistanceBias):
         nn.init.xavier_uniform_(self.w_r)
 
     def encodings(self, distance: Tensor) -> Tensor:
-        """Sinusoids of i - j, sines then cosines (the paper's R)."""
+        """Sinusoids of i - j (the paper's R), sines first, then cosines."""
         rate = torch.exp(torch.arange(0, self.d_model, 2, device=distance.device) * (-math.log(10000.0) / self.d_model))
         angle = -distance[:, None].to(rate.dtype) * rate
         return torch.cat([angle.sin(), angle.cos()], dim=-1)[:, : self.d_model]
 
     def at(self, distance: Tensor) -> Tensor:
-        """r (H, distances, D) for distances key position - query position."""
+        """r (H, distances, D) for distances (key position - query position)."""
         r = self.encodings(distance).to(self.w_r.dtype) @ self.w_r.T
         return r.unflatten(-1, (self.n_heads, self.d_head)).transpose(0, 1)
 
@@ -351,7 +417,7 @@ class XLRelative(DistanceBias):
     def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
         r, u, v = (x.to(q.dtype) for x in operands)
         if q.shape[-1] != self.d_head:
-            raise ValueError(f"bias XLRelative has d_head={self.d_head}, q has head width {q.shape[-1]}")
+            raise ValueError(f"bias XLRelative has d_head={self.d_head}, but q has head width {q.shape[-1]}")
         distances = self._tile_distances(rows, cols, frame)
         nearby = r if distances is None else r[:, distances]
         by_distance = (q + v[:, None]) @ nearby.transpose(-1, -2)  # (B, H, R, distances)

@@ -25,8 +25,8 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, same_width: bool = True) -> Non
         if not x.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {x.dtype}")
         if 0 in x.shape:
-            what = dict(zip(x.shape[::-1], ("width", "length", "heads", "batch"), strict=True))[0]
-            raise ValueError(f"{name} has {what} 0 in shape {tuple(x.shape)}; there is nothing to attend with")
+            axis = ("batch", "heads", "length", "width")[x.shape.index(0)]
+            raise ValueError(f"{name} is empty: {axis} is 0 in shape {tuple(x.shape)}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"q is {q.dtype} but {name} is {x.dtype}; give them one dtype")
@@ -39,7 +39,7 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor, same_width: bool = True) -> Non
     if k.shape[2] != v.shape[2]:
         raise ValueError(f"k has length {k.shape[2]} but v has {v.shape[2]}")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} heads, which {k.shape[1]} key heads cannot share evenly")
+        raise ValueError(f"q has {q.shape[1]} heads, which is not a multiple of the {k.shape[1]} key heads")
     if same_width and q.shape[3] != k.shape[3]:
         raise ValueError(f"q has head width {q.shape[3]} but k has {k.shape[3]}")
 
@@ -50,26 +50,26 @@ class Site(NamedTuple):
     b: Tensor  # (B, 1, 1, 1) batch index
     h: Tensor  # (1, H, 1, 1) head index
     i: Tensor  # (B or 1, 1, R, 1) position of the query
-    j: Tensor  # (B or 1, 1, 1, C) position of the key; negative: nothing stands here
+    j: Tensor  # (B or 1, 1, 1, C) position of the key; negative for an empty slot
     row: Tensor  # (1, 1, R, 1) index of the query in its tensor
     col: Tensor  # (1, 1, 1, C) index of the key in its tensor
-    q_doc: Tensor | None  # like i: the document the query belongs to, where documents are packed
-    k_doc: Tensor | None  # like j
+    q_doc: Tensor | None  # same shape as i: the query's document id, if documents are packed
+    k_doc: Tensor | None  # same shape as j: the key's document id
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Positions (and documents) of T queries and S keys for a batch of B with H query heads."""
+    """Positions (and document ids) of T queries and S keys, for batch size B and H query heads."""
 
     n_batch: int
     n_heads: int
     q_pos: Tensor  # (T,) or (B, T)
-    k_pos: Tensor  # (S,) or (B, S); -1 for a cache slot not yet written and for padding
-    q_doc: Tensor | None = None
-    k_doc: Tensor | None = None
-    steady: tuple[int, int] | None = None  # first query and key position, where both are consecutive in all rows
-    limit: int | None = None  # bound of |key - query position|, empty slots (-1) included, known without the device
-    first_batch: int = 0  # offset in the larger frame this is a part of
+    k_pos: Tensor  # (S,) or (B, S); -1 for unwritten cache slots and for padding
+    q_doc: Tensor | None = None  # (T,) or (B, T)
+    k_doc: Tensor | None = None  # (S,) or (B, S)
+    steady: tuple[int, int] | None = None  # first query and key position, if both are consecutive in all rows
+    limit: int | None = None  # upper bound of |key - query position|, empty slots (-1) included; avoids a device sync
+    first_batch: int = 0  # offsets in the larger frame that this one is a ``part`` of
     first_head: int = 0
 
     @property
@@ -96,7 +96,7 @@ class Frame:
         q_start: int | None = None,
         k_start: int = 0,
     ) -> Frame:
-        """Keys at k_start, k_start + 1, …, and queries at q_start, …; by default the last query is at the last key."""
+        """Consecutive keys from k_start and queries from q_start; by default the last query is at the last key."""
         q_start = k_start + n_keys - n_queries if q_start is None else q_start
         q_pos = torch.arange(n_queries, device=device) + q_start
         k_pos = torch.arange(n_keys, device=device) + k_start
@@ -109,10 +109,10 @@ class Frame:
 
     def check(self, q: Tensor, k: Tensor) -> None:
         """Raise unless the frame has the sizes and device of q and k."""
-        own = (self.n_batch, self.n_heads, self.n_queries, self.n_keys)
-        given = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-        if own != given:
-            raise ValueError(f"frame is for (batch, heads, queries, keys) = {own}, but q and k have {given}")
+        expected = (self.n_batch, self.n_heads, self.n_queries, self.n_keys)
+        sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        if expected != sizes:
+            raise ValueError(f"frame is for (batch, heads, queries, keys) = {expected}, but q and k have {sizes}")
         if self.device != q.device:
             raise ValueError(f"q is on {q.device} but frame is on {self.device}; put them on one device")
 
@@ -120,7 +120,7 @@ class Frame:
         return replace(self, q_doc=q_doc, k_doc=q_doc if k_doc is None else k_doc)
 
     def reach(self) -> tuple[int, int]:
-        """The smallest and largest distance (key position - query position) that can occur."""
+        """Bounds on the distance, key position - query position."""
         if self.steady is not None:
             q0, k0 = self.steady
             return k0 - (q0 + self.n_queries - 1), k0 + self.n_keys - 1 - q0
@@ -130,7 +130,7 @@ class Frame:
 
     def site(self, rows: Span | None = None, cols: Span | None = None) -> Site:
         """The coordinates of a tile, by default of the whole matrix."""
-        # Not ``= ALL``: torch 2.11 cannot trace a slice as a default argument.
+        # The default is not ALL because torch 2.11 cannot trace a slice as a default argument.
         rows, cols = ALL if rows is None else rows, ALL if cols is None else cols
         device = self.device
         row = torch.arange(self.n_queries, device=device)[rows]
@@ -147,27 +147,27 @@ class Frame:
         )
 
     def site_at(self, b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Site:
-        """The coordinates of pairs given by index, for FlexAttention's mask_mod and score_mod."""
+        """The coordinates of individual (query, key) pairs by index, for FlexAttention's mask_mod and score_mod."""
         if self.steady is not None:
             i, j = row + self.steady[0], col + self.steady[1]
         else:
-            i, j = _pick(self.q_pos, b, row), _pick(self.k_pos, b, col)
-        q_doc = None if self.q_doc is None else _pick(self.q_doc, b, row)
-        k_doc = None if self.k_doc is None else _pick(self.k_doc, b, col)
+            i, j = _lookup(self.q_pos, b, row), _lookup(self.k_pos, b, col)
+        q_doc = None if self.q_doc is None else _lookup(self.q_doc, b, row)
+        k_doc = None if self.k_doc is None else _lookup(self.k_doc, b, col)
         return Site(b, h, i, j, row, col, q_doc, k_doc)
 
     @property
     def may_have_gaps(self) -> bool:
-        """Whether some key slot may be empty (a negative position)."""
+        """Whether a key slot may be empty (have a negative position)."""
         return self.steady is None or self.steady[1] < 0
 
     @property
     def heads(self) -> slice:
-        """The heads of this frame, to index per-head tables."""
+        """This frame's heads, as an index into per-head tables."""
         return slice(self.first_head, self.first_head + self.n_heads)
 
     def part(self, batch: range, heads: range) -> Frame:
-        """The frame of some of the batch and heads."""
+        """The frame of a range of batch entries and heads."""
 
         def select_batch(x: Tensor) -> Tensor:
             return x if x.dim() == 1 else x[batch.start : batch.stop]
@@ -195,7 +195,7 @@ def _as_cols(x: Tensor, cols: Span) -> Tensor:
     return x.view(1, 1, 1, -1) if x.dim() == 1 else x[:, None, None, :]
 
 
-def _pick(x: Tensor, b: Tensor, index: Tensor) -> Tensor:
+def _lookup(x: Tensor, b: Tensor, index: Tensor) -> Tensor:
     return x[index] if x.dim() == 1 else x[b, index]
 
 
@@ -208,10 +208,10 @@ def split_span(span: slice, most: int) -> list[slice]:
 
 
 def as_range(span: Span, total: int) -> tuple[int, int] | None:
-    """(start, stop) of a contiguous span, None where it is given by indices."""
+    """(start, stop) of a contiguous slice; None for other spans."""
     if not isinstance(span, slice) or span.step not in (None, 1):
         return None
-    # As slice.indices, which torch 2.11 cannot trace.
+    # The same as slice.indices, which torch 2.11 cannot trace.
     start, stop = 0 if span.start is None else span.start, total if span.stop is None else span.stop
     start, stop = start + total if start < 0 else start, stop + total if stop < 0 else stop
     start = min(max(start, 0), total)

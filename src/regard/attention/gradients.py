@@ -42,6 +42,17 @@ def d_scores(weights: Tensor, d_weights: Tensor, row_dot: Tensor | None = None) 
     return (d_weights - row_dot) * weights
 
 
+def d_sigmoid(weights: Tensor, d_weights: Tensor) -> Tensor:
+    """dS = A ∘ (1 - A) ∘ dA, where each weight is a sigmoid of its own score."""
+    return d_weights * weights * (1 - weights)
+
+
+def d_sinks(sinks: Tensor, lse: Tensor, row_dot: Tensor) -> Tensor:
+    """-Σ a_sink rowsum(A ∘ dA) for the sinks (H,): a sink has weight a_sink = exp(sink - lse) and value 0."""
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp()  # (B, H, T)
+    return -(share * row_dot[..., 0]).sum((0, 2))
+
+
 def d_queries(d_scores: Tensor, k: Tensor, scale: float) -> Tensor:
     """dQ = scale · dS K."""
     return d_scores @ k * scale
@@ -53,7 +64,7 @@ def d_keys(d_scores: Tensor, q: Tensor, scale: float) -> Tensor:
 
 
 def attention_gradients(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, d_output: Tensor, scale: float) -> Gradients:
-    """All five, for one scaled dot-product attention with weights A."""
+    """All five gradients of scaled dot-product attention with weights A."""
     d_a = d_weights(d_output, v)
     d_s = d_scores(weights, d_a)
     return Gradients(d_values(weights, d_output), d_a, d_s, d_queries(d_s, k, scale), d_keys(d_s, q, scale))

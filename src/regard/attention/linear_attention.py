@@ -1,8 +1,9 @@
-"""Linear attention: weights are dot products of feature maps, so the output takes O(T) time.
+"""Linear attention: the weights are dot products of feature maps, so the output takes O(T) time.
 
     weight_ij = φ(q_i)·φ(k_j) / Σ_j φ(q_i)·φ(k_j)        o_i = φ(q_i) (Σ_j φ(k_j) v_jᵀ) / φ(q_i)·Σ_j φ(k_j)
 
-The bracket is the same for every query, or a running sum under a causal mask (Katharopoulos et al. 2020, eq. 4-12).
+The sum in parentheses is the same for every query, or a running sum with a causal mask (Katharopoulos et al. 2020,
+eq. 4-12).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .mechanisms import Mechanism, Operands, Prepared, by_group, by_head
 from .reference import reference
 from .score_matrix import AttentionCall
 
-CHUNK = 64  # tokens in a chunk of the causal form: scores cost O(chunk) per token, states O(D² / chunk)
+CHUNK = 64  # tokens per chunk of the causal form; per token, scores cost O(chunk) and states O(D² / chunk)
 
 
 class Kernel(Mechanism):
@@ -66,19 +67,20 @@ def _elu_plus_one(x: Tensor) -> Tensor:
 
 
 class Performer(nn.Module, Kernel):
-    """FAVOR+ (Choromanski et al. 2021, §2.3-2.4): φ(x) = exp(ωᵀx - |x|²/2) / √m with m random, orthogonal ω ~ N(0, I).
+    """FAVOR+ (Choromanski et al. 2021, §2.3-2.4): φ(x) = exp(ωᵀx - |x|²/2) / √m with m random orthogonal ω ~ N(0, I).
 
-    Unbiased for softmax's kernel: E[φ(q)·φ(k)] = exp(q·k), with q and k multiplied by √scale first. The relative
-    standard deviation is at most √((exp(|q + k|²) - 1) / m) (lemma 2), so it serves small q and k only: at D = 16,
-    m = 1024 the output is off by 90 % for unit-variance q and k, by 10 % at half that size.
+    An unbiased estimate of the softmax kernel: E[φ(q)·φ(k)] = exp(q·k), with q and k first multiplied by √scale. The
+    relative standard deviation is at most √((exp(|q + k|²) - 1) / m) (lemma 2), so it is accurate only for small q and
+    k: at D = 16 and m = 1024 the output is off by 90 % for unit-variance q and k, and by 10 % at half that size.
     """
 
     name = "performer"
     omega: Tensor
 
-    # Factors that cancel in the weights keep φ inside fp32's range. The keys' factor is a constant: a maximum over the
-    # keys would let future tokens and padding change earlier outputs. ωᵀx - |x|²/2 ≤ z²/2 with z = ωᵀx/|x| standard
-    # normal: the upper end of the range is 8 standard deviations, the lower is keys of rms 5 at D = 64.
+    # Factors that cancel in the weights keep φ in the range of fp32. The factor of the keys is a constant: with a
+    # maximum over the keys, future tokens and padding would change earlier outputs. ωᵀx - |x|²/2 ≤ z²/2, where
+    # z = ωᵀx/|x| is standard normal: the upper end of the range is 8 standard deviations, the lower end keys of rms 5
+    # at D = 64.
     _key_shift = 20.0
     _key_range = 55.0
     _query_floor = 1e-7  # relative to a query's largest feature; bounds the gradients
@@ -88,7 +90,7 @@ class Performer(nn.Module, Kernel):
         if d_head < 1 or n_features < 1:
             raise ValueError(f"d_head={d_head} and n_features={n_features} must be at least 1")
         if scale is not None and scale <= 0:
-            raise ValueError(f"scale={scale} must be positive; q and k take its root each")
+            raise ValueError(f"scale={scale} must be positive; q and k are multiplied by its square root")
         self.scale = 1 / math.sqrt(d_head) if scale is None else scale
         self.register_buffer("omega", torch.empty(n_features, d_head))
         self.redraw(seed)
@@ -113,7 +115,7 @@ class Performer(nn.Module, Kernel):
         return ((logs - logs.detach().amax(-1, keepdim=True)).exp() + self._query_floor).to(q.dtype)
 
     def keys(self, k: Tensor) -> Tensor:
-        """φ(k) times a constant, clamped to fp32's range."""
+        """φ(k) times a constant, clamped to the range of fp32."""
         logs = self._log_features(k) + self._key_shift
         return logs.clamp(-self._key_range, self._key_range).exp().to(k.dtype)
 
@@ -122,9 +124,9 @@ class Performer(nn.Module, Kernel):
         if x.shape[-1] != d_head:
             raise ValueError(f"Performer has d_head={d_head}, got head width {x.shape[-1]}")
         if x.dtype == torch.float16:
-            raise TypeError("Performer's features leave the range of float16; use bfloat16 or float32")
+            raise TypeError("Performer's features exceed the range of float16; use bfloat16 or float32")
         x = x.to(torch.promote_types(x.dtype, torch.float32)) * math.sqrt(self.scale)
-        with _full_precision(x):  # exponents: a rounding error here is a factor of φ
+        with _full_precision(x):  # these are exponents: a rounding error becomes a factor of φ
             along = x @ self.omega.to(x.dtype).T
         return along - x.square().sum(-1, keepdim=True) / 2 - math.log(n_features) / 2
 
@@ -134,7 +136,7 @@ class Performer(nn.Module, Kernel):
 
 
 def orthogonal_gaussian(n_rows: int, width: int, generator: torch.Generator) -> Tensor:
-    """Rows ~ N(0, I), orthogonal within every ``width`` of them (Choromanski et al. 2021, §2.4)."""
+    """Rows ~ N(0, I), orthogonal within each block of ``width`` rows (Choromanski et al. 2021, §2.4)."""
 
     def gaussian() -> Tensor:
         return torch.randn(width, width, generator=generator, dtype=torch.float64)
@@ -142,17 +144,20 @@ def orthogonal_gaussian(n_rows: int, width: int, generator: torch.Generator) -> 
     blocks = []
     for _ in range(-(-n_rows // width)):
         directions, r = torch.linalg.qr(gaussian())
-        directions = directions * r.diagonal().sign()  # uniform over rotations
+        directions = directions * r.diagonal().sign()  # makes them uniformly distributed
         blocks.append(directions.T * gaussian().norm(dim=1, keepdim=True))
     return torch.cat(blocks)[:n_rows]
 
 
 def linear(call: AttentionCall) -> Tensor:
-    """The output (B, H, T, D) in O(T) for no mask, causal, padding, or both; causal with cache slots: the reference."""
+    """The output (B, H, T, D) in O(T), for causal and padding masks.
+
+    If positions are not consecutive (cache slots), a causal mask is computed by the reference.
+    """
     causal, rest = _split_causal(call.mask)
     if causal and call.frame.steady is None:
         return reference(call)[0]
-    exact = torch.promote_types(call.v.dtype, torch.float32)  # sums run over the whole length
+    exact = torch.promote_types(call.v.dtype, torch.float32)  # the sums run over the whole length
     q, k, v = call.q.to(exact), call.k.to(exact), with_ones(call.v.to(exact))
     visible = visible_keys(rest, call.frame)
     if visible is not None:
@@ -172,13 +177,15 @@ def _split_causal(mask: Mask | None) -> tuple[bool, Mask | None]:
         return True, None
     if isinstance(mask, And):
         (a_causal, a), (b_causal, b) = _split_causal(mask.a), _split_causal(mask.b)
-        return a_causal or b_causal, b if a is None else a if b is None else a & b
+        if a is None or b is None:
+            return a_causal or b_causal, b if a is None else a
+        return a_causal or b_causal, a & b
     return False, mask
 
 
 def visible_keys(mask: Mask | None, frame: Frame) -> Tensor | None:
-    """Which keys a padding mask leaves visible, (B or 1, 1, S, 1); None where all are."""
-    if mask is not None:  # padding depends on keys only, so the first query will do
+    """Which keys a padding mask leaves visible, (B or 1, 1, S, 1); None if all are visible."""
+    if mask is not None:  # padding depends on the key only, so one query is enough
         return mask.tile(slice(0, 1), slice(None), frame).transpose(-1, -2)
     if not frame.may_have_gaps:
         return None
@@ -187,18 +194,18 @@ def visible_keys(mask: Mask | None, frame: Frame) -> Tensor | None:
 
 
 def _full_precision(x: Tensor) -> AbstractContextManager[Any]:
-    """Without autocast; where there is none, nothing, which a trace need not hold as a region of its own."""
+    """Disable autocast if it is on; otherwise a null context, which adds no region to a traced graph."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """v with a column of ones, so that Σ φ(k) is computed beside Σ φ(k) v."""
+    """v with a column of ones, so that Σ φ(k) is computed together with Σ φ(k) v."""
     return F.pad(v, (0, 1), value=1.0)
 
 
 def divide(sums: Tensor) -> Tensor:
-    """Weighted sums of (v, 1) → weighted means of v; 0 with gradient 0 where nothing was seen."""
+    """Weighted sums of (v, 1) → weighted means of v; 0 with gradient 0 if no key is visible."""
     values, total = sums[..., :-1], sums[..., -1:]
     return values / torch.where(total == 0, 1, total)
 
@@ -211,19 +218,19 @@ def key_sums(k: Tensor, v: Tensor) -> Tensor:
 def causal_sums(q: Tensor, k: Tensor, v: Tensor, ahead: int) -> Tensor:
     """Σ_{j ≤ i + ahead} φ(q_i)·φ(k_j) (v_j, 1), (B, H, T, D_v + 1)."""
     n_queries, n_keys = q.shape[2], k.shape[2]
-    before = min(max(ahead, 0), n_keys)  # keys that every query sees
-    blind = min(max(-ahead, 0), n_queries)  # queries that see no key
-    paired = min(n_keys - before, n_queries - blind)
+    before = min(max(ahead, 0), n_keys)  # keys that are visible to every query
+    n_empty = min(max(-ahead, 0), n_queries)  # queries without a visible key
+    paired = min(n_keys - before, n_queries - n_empty)
     start = key_sums(k[:, :, :before], v[:, :, :before])
-    # Key i + before beside query i, padded with zeros.
-    k, v = (_pad(x[:, :, before : before + paired], blind, n_queries - blind - paired) for x in (k, v))
+    # Align the last key visible to a query with that query, and pad with zeros.
+    k, v = (_pad(x[:, :, before : before + paired], n_empty, n_queries - n_empty - paired) for x in (k, v))
     return running_sums(q, k, v, start)[0]
 
 
 def running_sums(q: Tensor, k: Tensor, v: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Causal sums of T queries and T keys on top of the state ``start`` (B, G, D_φ, D_v + 1); and the final state.
+    """Causal sums of T queries and T keys, starting from the state ``start`` (B, G, D_φ, D_v + 1); and the final state.
 
-    Inside a chunk the masked scores are computed; everything before it is one state, a running sum over chunks.
+    Masked scores are computed inside each chunk; all earlier tokens are one state, a running sum over chunks.
     """
     n_heads, n_queries, (b, g) = q.shape[1], q.shape[2], k.shape[:2]
     size = min(CHUNK, n_queries)
@@ -243,7 +250,7 @@ def _pad(x: Tensor, before: int, after: int) -> Tensor:
 
 
 class LinearState:
-    """Causal linear attention as a recurrent network (Katharopoulos et al. 2020, eq. 16-20), O(1) memory.
+    """Causal linear attention as a recurrent network (Katharopoulos et al. 2020, eq. 16-20), in O(1) memory.
 
     S_t = S_{t-1} + φ(k_t) v_tᵀ,  z_t = z_{t-1} + φ(k_t),  o_t = φ(q_t) S_t / φ(q_t)·z_t
     """
@@ -268,7 +275,7 @@ class LinearState:
         """The output (B, H, T, D) of the next T tokens."""
         check_heads(q, k, v)
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"q has {q.shape[2]} tokens but k has {k.shape[2]}; a state takes them in step")
+            raise ValueError(f"q has {q.shape[2]} tokens but k has {k.shape[2]}; LinearState needs one key per query")
         dtype, exact = v.dtype, torch.promote_types(v.dtype, torch.float32)
         q, k, v = self.mechanism.queries(q).to(exact), self.mechanism.keys(k).to(exact), with_ones(v.to(exact))
         shape = (*k.shape[:2], k.shape[3], v.shape[3])

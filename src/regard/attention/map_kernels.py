@@ -1,4 +1,4 @@
-"""An attention map's walks on a GPU: the arguments of the kernels in ``kernels.map_walk``."""
+"""The statistics of an attention map on a GPU, by the kernels in ``kernels.map_walk``."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from .triton_backend import options, triton_obstacle
 if TYPE_CHECKING:
     from ..kernels.flash_ops import Options
 
-_SMALL = 1 << 21  # scores up to which torch's own operations take less time than a kernel's first launch
-_SMALLEST_CELL = 16  # queries and keys in a cell of an overview, below which a tile would have too many
-MOST_KEPT, _MOST_CARRIED = 64, 256
+_SMALL = 1 << 21  # up to this many scores, torch's own operations are faster than a kernel's first launch
+_SMALLEST_CELL = 16  # queries and keys per cell; with smaller cells a tile would have too many of them
+MOST_KEPT = 64  # largest k of ``top``
+_MOST_PUSHED = 256  # largest N of ``push``
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, eq=False)
 class MapKernels:
-    """The kernels' answers for one map; each stores the normalisers it computes in the walk."""
+    """The kernels for one map; each stores the lse it computes in the walk."""
 
     walk: TileWalk
     options: Options
 
     @classmethod
     def of(cls, walk: TileWalk) -> MapKernels | None:
-        """None where the kernels cannot read this map or torch is as fast."""
+        """None if the kernels do not support this map, or torch is as fast."""
         matrix, (b, h, n_queries, n_keys) = walk.scoring, walk.shape
-        usable = INTERPRETED or matrix.q.is_cuda
+        usable = (INTERPRETED or matrix.q.is_cuda) and matrix.sinks is None
         if not usable or matrix.mechanism.kind not in ("dot", "capped") or b * h * n_queries * n_keys <= _SMALL:
             return None
         content_bias = matrix.bias is not None and matrix.bias.reads_content
@@ -40,7 +41,7 @@ class MapKernels:
         return None if content_bias or triton_obstacle(call) is not None else cls(walk, options(call))
 
     def takes(self, rows: slice) -> bool:
-        """Whether so many rows are worth a launch."""
+        """Whether these rows are enough to be worth a kernel launch."""
         b, h, _, n_keys = self.walk.shape
         return b * h * (rows.stop - rows.start) * n_keys > _SMALL
 
@@ -53,12 +54,12 @@ class MapKernels:
         return entropy
 
     def compute_lse(self, rows: slice) -> None:
-        """Compute lse of these rows, unless it is known."""
+        """Compute lse of these rows unless it is known."""
         if self.walk.lse[:, :, rows].isnan().any():
             self.entropy(rows)
 
     def top(self, k: int, rows: slice) -> tuple[Tensor, Tensor]:
-        """The k largest weights of some rows, falling, and their keys, both (B, H, R, k)."""
+        """The k largest weights of some rows, in descending order, and their keys, both (B, H, R, k)."""
         from ..kernels.map_walk import row_statistics
 
         matrix = self.walk.scoring
@@ -68,17 +69,17 @@ class MapKernels:
         return weights, keys.masked_fill_(weights == 0, -1)
 
     def push(self, x: Tensor) -> Tensor | None:
-        """x A for x (B, H, N, T); None where N is too large."""
+        """x A for x (B, H, N, T); None if N is too large."""
         from ..kernels.map_walk import push_columns
 
-        if x.shape[2] > _MOST_CARRIED:
+        if x.shape[2] > _MOST_PUSHED:
             return None
         matrix = self.walk.scoring
         self.compute_lse(slice(0, x.shape[3]))
         return push_columns(matrix.q, matrix.k, self.walk.lse, x.to(self.walk.lse.dtype), self.options)
 
     def cells(self, h: int, w: int, largest: bool) -> Tensor | None:
-        """Sum or largest weight of each of h × w cells (B, H, h, w); None where cells are too small."""
+        """The sum or the largest of the weights in each of h × w cells, (B, H, h, w); None if cells are too small."""
         from ..kernels.map_walk import pool_cells
 
         matrix, (_, _, n_queries, n_keys) = self.walk.scoring, self.walk.shape

@@ -1,7 +1,7 @@
 """``Mask``: a predicate over positions, combined with ``&``, ``|`` and ``~``; and ``BlockPlan``, the blocks to compute.
 
-A mask is one function ``allows(site)`` of broadcast (b, h, i, j), True = may look. The dense matrix, a tile and
-FlexAttention's ``mask_mod`` are derived from it; ``bounds`` gives the block plan.
+A mask is one function ``allows(site)`` of broadcast (b, h, i, j), True = may attend. The dense matrix, tiles and
+FlexAttention's ``mask_mod`` are derived from it; the block plan from ``bounds``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .frame import ALL, Frame, Site, Span, split_span
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 Bounds = tuple[Tensor, Tensor]
-"""(some, every), broadcastable to a grid of blocks: not ``some`` proves a block empty, ``every`` proves it full."""
+"""(some, every), broadcastable to the grid of blocks: without ``some`` a block is empty, with ``every`` it is full."""
 
 
 class Box(NamedTuple):
-    """Ranges of positions, one for each block of a tile grid: i ranges are (rows, 1), j ranges (1, cols)."""
+    """The range of positions in each block of a grid: i_min and i_max are (rows, 1), j_min and j_max (1, cols)."""
 
     i_min: Tensor
     i_max: Tensor
@@ -32,18 +32,18 @@ class Box(NamedTuple):
 
 
 class Mask:
-    """Base of all masks. Subclasses define ``allows``, and ``bounds`` where blocks can be proved empty or full."""
+    """Base class of all masks. Subclasses define ``allows``, and ``bounds`` if they can prove blocks empty or full."""
 
     def allows(self, at: Site) -> Tensor:
         raise NotImplementedError
 
     def bounds(self, box: Box) -> Bounds:
-        """Which blocks are proved empty or full; by default none."""
+        """Which blocks are known to be empty or full; by default none."""
         shape = torch.broadcast_shapes(box.i_min.shape, box.j_min.shape)
         return torch.ones(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
 
     def tile(self, rows: Span, cols: Span, frame: Frame) -> Tensor:
-        """The mask of some rows and columns, booleans that broadcast to (B, H, R, C)."""
+        """The mask for some rows and columns, booleans broadcastable to (B, H, R, C)."""
         at = frame.site(rows, cols)
         allowed = self.allows(at)
         return allowed & (at.j >= 0) if frame.may_have_gaps else allowed
@@ -55,7 +55,11 @@ class Mask:
         return self.tile(ALL, ALL, frame).expand(n_batch, n_heads, n_queries, n_keys)
 
     def check(self, frame: Frame) -> None:
-        """Raise when the sizes a mask stores do not fit this frame."""
+        """Raise if a tensor stored in the mask does not fit this frame."""
+
+    def for_length(self, length: int) -> Mask:
+        """The mask for a sequence of this length; most masks do not depend on it."""
+        return self
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on another device."""
@@ -120,15 +124,15 @@ class Not(Mask):
 
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
-    """Whether each block of queries × keys is empty, full or partial, over the whole batch and all heads."""
+    """Which blocks of queries × keys are empty, full or partial, over the whole batch and all heads."""
 
     kinds: Tensor  # (query blocks, key blocks) of EMPTY, PARTIAL, FULL
-    block: tuple[int, int]
-    shape: tuple[int, int]  # queries, keys
+    block: tuple[int, int]  # queries and keys in a block
+    shape: tuple[int, int]  # (T, S)
 
     @property
     def density(self) -> float:
-        """Share of the blocks that are computed."""
+        """The fraction of blocks that must be computed."""
         return float((self.kinds != EMPTY).float().mean())
 
     def rows(self) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
@@ -140,7 +144,7 @@ class BlockPlan:
 
 
 def plan(mask: Mask | None, frame: Frame, block: tuple[int, int]) -> BlockPlan:
-    """The block plan of a mask in a frame, from the range of positions in each block: O((T/block)²)."""
+    """The block plan of a mask in a frame, from the range of positions in each block, in O((T/block)²)."""
     i_min, i_max = block_range(frame.q_pos, block[0])
     j_min, j_max = block_range(frame.k_pos, block[1])
     box = Box(i_min[:, None], i_max[:, None], j_min[None], j_max[None], block, frame)
@@ -160,7 +164,7 @@ def block_range(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def check_stored(name: str, x: Tensor, frame: Frame, axes: str, sizes: tuple[int, ...], fits: bool) -> None:
-    """Raise when the tensor a mask stores does not fit the sizes of these axes, or is on another device."""
+    """Raise unless the tensor stored in a mask fits the frame and is on its device."""
     if not fits:
         raise ValueError(f"mask {name} of shape {tuple(x.shape)} does not fit ({axes}) = {sizes}")
     if x.device != frame.device:

@@ -1,4 +1,4 @@
-"""All masks: causal, window, prefix, document, padding, dense, and sparse patterns for long inputs."""
+"""The masks: causal, window, prefix, document, padding, dense, and sparse patterns for long inputs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .mask import BlockPlan, Bounds, Box, Mask, block_range, check_stored, plan
 
 # fmt: off
 __all__ = [
-    "BlockPlan", "Mask", "bigbird", "blocks", "causal", "dilated", "document", "everything", "fixed", "from_dense",
-    "global_tokens", "grid_windows", "packed", "padding", "plan", "prefix", "random_blocks", "strided", "valid_keys",
-    "window",
+    "BlockPlan", "Mask", "bigbird", "blocks", "causal", "dilated", "document", "end_blocks", "everything", "fixed",
+    "from_dense", "global_tokens", "grid_windows", "packed", "padding", "plan", "prefix", "random_blocks", "strided",
+    "valid_keys", "window",
 ]
 # fmt: on
 
@@ -24,7 +24,7 @@ __all__ = [
 @dataclass(frozen=True)
 class Everything(Mask):
     def allows(self, at: Site) -> Tensor:
-        return (at.i >= at.i) & (at.j >= at.j)
+        return (at.i >= at.i) & (at.j >= at.j)  # True everywhere, in the shape of the tile
 
     def bounds(self, box: Box) -> Bounds:
         yes = (box.i_min <= box.i_max) & (box.j_min <= box.j_max)
@@ -77,7 +77,7 @@ class Document(Mask):
 
     def check(self, frame: Frame) -> None:
         if frame.q_doc is None or frame.k_doc is None:
-            raise ValueError("mask document() needs a frame that knows its documents: frame.with_documents(...)")
+            raise ValueError("mask document() needs a frame with document ids: frame.with_documents(...)")
 
 
 def _document_bounds(q_doc: Tensor, k_doc: Tensor, block: tuple[int, int]) -> Bounds:
@@ -88,7 +88,7 @@ def _document_bounds(q_doc: Tensor, k_doc: Tensor, block: tuple[int, int]) -> Bo
 
 
 class Padding(Mask):
-    """Masks that depend on the key alone."""
+    """A mask that depends on the key only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +103,8 @@ class Lengths(Padding):
 
     def check(self, frame: Frame) -> None:
         if self.lengths.shape[0] != frame.n_batch:
-            raise ValueError(f"mask padding(lengths) has {self.lengths.shape[0]} lengths, the batch is {frame.n_batch}")
+            n_lengths = self.lengths.shape[0]
+            raise ValueError(f"mask padding(lengths) has {n_lengths} lengths, but the batch size is {frame.n_batch}")
         check_stored("padding(lengths)", self.lengths, frame, "batch", (frame.n_batch,), fits=True)
 
 
@@ -125,7 +126,7 @@ class ValidKeys(Padding):
 
 @dataclass(frozen=True, eq=False)
 class Packed(Mask):
-    documents: Tensor  # (B, T) whole numbers
+    documents: Tensor  # (B, T) integers
 
     def allows(self, at: Site) -> Tensor:
         return self.documents[at.b, at.row] == self.documents[at.b, at.col]
@@ -167,12 +168,12 @@ def everything() -> Mask:
 
 
 def causal() -> Mask:
-    """j ≤ i: no query sees a later key (Vaswani et al. 2017, §3.2.3)."""
+    """j ≤ i: no query attends to a later key (Vaswani et al. 2017, §3.2.3)."""
     return Causal()
 
 
 def window(size: int, ahead: int = 0) -> Mask:
-    """The ``size`` most recent keys, the query's own included, and ``ahead`` keys after it (Longformer, Mistral)."""
+    """The last ``size`` keys up to the query's own position and ``ahead`` keys after it (Longformer, Mistral)."""
     check_positive(size=size)
     if ahead < 0:
         raise ValueError(f"window ahead={ahead} must not be negative")
@@ -186,7 +187,7 @@ def prefix(length: int) -> Mask:
 
 
 def document() -> Mask:
-    """Keys of the query's own document, from the frame's document ids."""
+    """Keys of the query's own document, by the frame's document ids."""
     return Document()
 
 
@@ -194,37 +195,37 @@ def packed(documents: Tensor) -> Mask:
     """Keys of the query's own document, given the document id of each token (B, T); self-attention only."""
     if documents.dim() != 2 or documents.is_floating_point():
         got = f"{documents.dtype} of shape {tuple(documents.shape)}"
-        raise ValueError(f"packed documents must be whole numbers of shape (B, T), got {got}")
+        raise ValueError(f"packed documents must be integers of shape (B, T), got {got}")
     return Packed(documents)
 
 
 def padding(lengths: Tensor) -> Mask:
-    """Keys 0 … lengths[b]-1 of each sequence; the rest is padding."""
+    """Keys 0 … lengths[b] - 1 of sequence b; the rest is padding."""
     if lengths.dim() != 1 or lengths.is_floating_point():
         got = f"{lengths.dtype} of shape {tuple(lengths.shape)}"
-        raise ValueError(f"padding lengths must be whole numbers of shape (B,), got {got}")
+        raise ValueError(f"padding lengths must be integers of shape (B,), got {got}")
     return Lengths(lengths)
 
 
 def valid_keys(valid: Tensor) -> Mask:
-    """Keys that are not padding: (B, S) booleans, True = a real token."""
+    """Keys where ``valid`` (B, S) is True; the rest is padding."""
     if valid.dim() != 2 or valid.dtype != torch.bool:
-        raise ValueError(f"valid_keys wants booleans of shape (B, S), got {valid.dtype} of shape {tuple(valid.shape)}")
+        raise ValueError(f"valid_keys needs booleans of shape (B, S), got {valid.dtype} of shape {tuple(valid.shape)}")
     return ValidKeys(valid)
 
 
 def from_dense(allowed: Tensor) -> Mask:
-    """A boolean matrix (T, S), (B, T, S) or (B or 1, H or 1, T, S). True = may look."""
+    """A boolean mask (T, S), (B, T, S) or (B or 1, H or 1, T, S), True = may attend."""
     if allowed.dtype != torch.bool:
-        raise ValueError(f"from_dense wants booleans (True = may look), got {allowed.dtype}")
+        raise ValueError(f"from_dense needs booleans (True = may attend), got {allowed.dtype}")
     if not 2 <= allowed.dim() <= 4:
-        raise ValueError(f"from_dense wants 2 to 4 dimensions, got shape {tuple(allowed.shape)}")
+        raise ValueError(f"from_dense needs 2 to 4 dimensions, got shape {tuple(allowed.shape)}")
     if allowed.dim() == 2:
         allowed = allowed[None, None]
     return Dense(allowed[:, None] if allowed.dim() == 3 else allowed)
 
 
-MAX_COUNTED_BLOCKS = 1 << 22  # random blocks examined one by one to plan; above, every tile counts as partial
+MAX_COUNTED_BLOCKS = 1 << 22  # random blocks evaluated for a plan; beyond this, every block counts as partial
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,7 @@ class Summary(Mask):
     count: int
 
     def allows(self, at: Site) -> Tensor:
-        return (at.j % self.stride >= self.stride - self.count) & (at.i >= at.i)
+        return (at.j % self.stride >= self.stride - self.count) & (at.i >= at.i)  # in the shape of the tile
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,40 @@ class Globals(Mask):
 
 
 @dataclass(frozen=True)
+class EndBlocks(Mask):
+    """Neighbouring blocks, the first and the last block. ``length`` is None until ``for_length`` sets it."""
+
+    size: int
+    whole: int
+    length: int | None = None
+
+    def for_length(self, length: int) -> Mask:
+        return EndBlocks(self.size, self.whole, length)
+
+    def allows(self, at: Site) -> Tensor:
+        assert self.length is not None
+        i, j, last = _block(at.i, self.size), _block(at.j, self.size), (self.length - 1) // self.size
+        ends = (i == 0) | (j == 0) | (i == last) | (j == last)
+        # A tensor comparison, so that a graph traced with a symbolic length is not specialised to one.
+        is_short = torch.full((), self.length, device=at.i.device) <= self.whole
+        return ends | ((i - j).abs() <= 1) | is_short
+
+    def bounds(self, box: Box) -> Bounds:
+        some, every = Blocks(self.size, 1).bounds(box)
+        assert self.length is not None
+        first_end, last_start = self.size, (self.length - 1) // self.size * self.size
+        some = some | (box.i_min < first_end) | (box.j_min < first_end)
+        some = some | (box.i_max >= last_start) | (box.j_max >= last_start)
+        every = every | (box.i_max < first_end) | (box.j_max < first_end)
+        every = every | (box.i_min >= last_start) | (box.j_min >= last_start)
+        return (some, every) if self.length > self.whole else (torch.ones_like(some), torch.ones_like(every))
+
+    def check(self, frame: Frame) -> None:
+        if self.length is None:
+            raise ValueError("mask end_blocks(...) needs the sequence length: mask.for_length(length)")
+
+
+@dataclass(frozen=True)
 class RandomBlocks(Mask):
     size: int
     percent: float
@@ -297,14 +332,14 @@ class RandomBlocks(Mask):
         rows, cols = torch.arange(first_row, int(bottom.max())), torch.arange(first_col, int(right.max()))
         if len(rows) * len(cols) > MAX_COUNTED_BLOCKS:
             return super().bounds(box)
-        # Summed-area table: the open blocks of any rectangle are four look-ups.
+        # A summed-area table gives the number of open blocks in any rectangle from four entries.
         counts = F.pad(self._is_open(rows[:, None], cols[None]).long().cumsum(0).cumsum(1), (1, 0, 1, 0))
         top, bottom, left, right = top - first_row, bottom - first_row, left - first_col, right - first_col
         n_open = counts[bottom, right] - counts[top, right] - counts[bottom, left] + counts[top, left]
         return n_open > 0, n_open == (bottom - top) * (right - left)
 
     def _is_open(self, i_block: Tensor, j_block: Tensor) -> Tensor:
-        """A hash of the block's place, so that a tile is the same however it is computed."""
+        """A hash of the block's indices, so that the mask does not depend on how it is tiled."""
         x = (i_block * 0x9E3779B1 + j_block * 0x85EBCA6B + self.seed * 0xC2B2AE35) & 0x7FFFFFFF
         x = ((x ^ (x >> 15)) * 0x2C1B3C6D) & 0x7FFFFFFF
         x = ((x ^ (x >> 12)) * 0x297A2D39) & 0x7FFFFFFF
@@ -326,7 +361,7 @@ class GridWindows(Mask):
     def _window(self, position: Tensor) -> Tensor:
         cell = position - self.n_before
         row, col = _block(cell, self.width), cell % self.width
-        across = self.width // self.side + 2  # more windows than fit in a row: no two share a number
+        across = self.width // self.side + 2  # more than the windows in a row, so that their numbers are distinct
         return _block(row + self.shift, self.side) * across + _block(col + self.shift, self.side)
 
 
@@ -335,13 +370,13 @@ def _block(position: Tensor, size: int) -> Tensor:
 
 
 def dilated(size: int, step: int) -> Mask:
-    """Every ``step``-th of the last ``size``·``step`` keys (Longformer §3.1)."""
+    """Every ``step``-th of the last ``size`` · ``step`` keys (Longformer, §3.1)."""
     check_positive(size=size, step=step)
     return Window(size * step, 0) & Multiples(step)
 
 
 def strided(stride: int, both_ways: bool = False) -> Mask:
-    """The last ``stride`` keys and every ``stride``-th before them (Child et al. 2019, eq. 4); or on both sides."""
+    """The last ``stride`` keys and every ``stride``-th key before them (Child et al. 2019, eq. 4), or on both sides."""
     check_positive(stride=stride)
     if both_ways:
         return Window(stride, stride - 1) | Multiples(stride)
@@ -349,7 +384,7 @@ def strided(stride: int, both_ways: bool = False) -> Mask:
 
 
 def fixed(stride: int, summary: int = 1) -> Mask:
-    """The query's own stretch of ``stride`` keys and the last ``summary`` keys of each (Child et al. 2019, eq. 5)."""
+    """The query's block of ``stride`` keys and the last ``summary`` keys of every block (Child et al. 2019, eq. 5)."""
     check_positive(stride=stride)
     if not 1 <= summary <= stride:
         raise ValueError(f"fixed summary={summary} must lie between 1 and stride={stride}")
@@ -365,28 +400,37 @@ def blocks(size: int, neighbours: int = 0) -> Mask:
 
 
 def global_tokens(count: int) -> Mask:
-    """The first ``count`` positions see all and are seen by all (Longformer §3.1)."""
+    """The first ``count`` positions attend to all positions, and all attend to them (Longformer, §3.1)."""
     check_positive(count=count)
     return Globals(count)
 
 
 def random_blocks(size: int, percent: float, seed: int = 0) -> Mask:
-    """Each (query block, key block) is open with probability ``percent`` %, fixed by the seed (BigBird §2)."""
+    """Each (query block, key block) is visible with probability ``percent`` %, fixed by the seed (BigBird, §2)."""
     check_positive(size=size)
     if not 0 <= percent <= 100:
         raise ValueError(f"random_blocks percent={percent} must lie between 0 and 100")
     return RandomBlocks(size, percent, seed)
 
 
+def end_blocks(size: int, whole: int = 0) -> Mask:
+    """Neighbouring blocks, with the first and the last block global (BigBird without random blocks).
+
+    Sequences of up to ``whole`` tokens get full attention.
+    """
+    check_positive(size=size)
+    return EndBlocks(size, whole)
+
+
 def bigbird(size: int, global_count: int, percent: float, seed: int = 0) -> Mask:
-    """Neighbouring blocks, global tokens and random blocks together (Zaheer et al. 2020, figure 1)."""
+    """Neighbouring blocks, global tokens and random blocks (Zaheer et al. 2020, figure 1)."""
     return blocks(size, neighbours=1) | global_tokens(global_count) | random_blocks(size, percent, seed)
 
 
 def grid_windows(width: int, side: int, shift: int = 0, n_before: int = 0) -> Mask:
-    """Squares of side × side on a grid ``width`` cells wide, moved by ``shift`` (Swin, Liu et al. 2021, §3.2).
+    """Windows of side × side cells on a grid ``width`` cells wide, moved by ``shift`` (Swin, Liu et al. 2021, §3.2).
 
-    ``n_before`` tokens before the grid (a class token) see all and are seen by all.
+    The ``n_before`` tokens before the grid (such as a class token) are global.
     """
     check_positive(width=width, side=side)
     return GridWindows(width, side, shift, n_before)

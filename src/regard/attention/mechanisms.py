@@ -1,6 +1,6 @@
-"""Mechanisms: how a query scores a key, and how the scores of a row become weights.
+"""Mechanisms: how a query scores a key, and how a row of scores becomes weights.
 
-The O(T) part runs once (``prepare``: projections, feature maps); the O(T · S) part is ``tile(q, k)`` for any rows and
+The O(T) part (``prepare``: projections, feature maps) runs once; the O(T · S) part is ``tile(q, k)`` for any rows and
 columns. Attention maps keep the prepared q and k and recompute weights from them.
 """
 
@@ -29,32 +29,34 @@ class Prepared(NamedTuple):
     frame: Frame
 
 
-NORMALISERS = ("softmax", "linear")  # exp(s) / Σ exp(s), s / Σ s
+NORMALISERS = ("softmax", "linear", "sigmoid")  # exp(s) / Σ exp(s), s / Σ s, elementwise 1 / (1 + exp(-s))
+_KIND_OF_NORMALISER = {"softmax": "scores", "sigmoid": "sigmoid"}  # every other normaliser: "shares"
 
 
 class Mechanism:
-    """Base of all mechanisms; those with parameters are modules too.
+    """Base class of all mechanisms; a mechanism with parameters is also an ``nn.Module``.
 
-    A subclass that overrides ``tile`` or ``normaliser`` without a ``kind`` of its own becomes "scores" or "shares",
-    and one that overrides ``tile`` without ``tile_backward`` gets autograd's.
+    If a subclass overrides ``tile`` or ``normaliser`` but not ``kind``, its kind becomes "scores", "shares" or
+    "sigmoid". If it overrides ``tile`` but not ``tile_backward``, its gradients are computed by autograd.
     """
 
     name: ClassVar[str]
-    kind: ClassVar[str] = "scores"  # one of ``backends.KINDS``: decides which backends can compute it
+    kind: ClassVar[str] = "scores"  # one of ``backends.KINDS``; decides which backends can compute it
     normaliser: ClassVar[str] = "softmax"  # one of NORMALISERS
-    largest_tile: ClassVar[int] = 1 << 20  # (query, key) pairs in a tile, over batch and heads: fits the CPU cache
+    maps: ClassVar[int] = 1  # attention maps that ``combine`` merges into one head; n_heads counts maps
+    largest_tile: ClassVar[int] = 1 << 20  # most (query, key) pairs per tile, over batch and heads: fits the CPU cache
 
     def __init_subclass__(cls, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__.lower()
-        declared, attributes = cls._defining_class("kind"), ("tile", "normaliser")
-        if any(getattr(cls, name) != getattr(declared, name, getattr(cls, name)) for name in attributes):
-            cls.kind = "scores" if cls.normaliser == "softmax" else "shares"
+        base = cls._defining_class("kind")
+        if any(getattr(cls, name) != getattr(base, name, getattr(cls, name)) for name in ("tile", "normaliser")):
+            cls.kind = _KIND_OF_NORMALISER.get(cls.normaliser, "shares")
         order = cls.__mro__.index
         if order(cls._defining_class("tile")) < order(cls._defining_class("tile_backward")):
-            # The inherited tile_backward belongs to the replaced tile.
-            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]  # of the new class
+            # The inherited tile_backward differentiates the overridden tile.
+            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]
 
     @classmethod
     def _defining_class(cls, name: str) -> Any:
@@ -63,25 +65,33 @@ class Mechanism:
 
     @classmethod
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
-        """Build one for a layer of a model, by default from (n_heads, d_head)."""
+        """Build the mechanism of one layer of a model; by default ``cls(n_heads, d_head)``."""
         if cls.__init__ in (object.__init__, nn.Module.__init__):
             return cls()
-        return cls(n_heads, d_head)  # type: ignore[call-arg]  # the base takes nothing
+        return cls(n_heads, d_head)  # type: ignore[call-arg]  # the base class takes no arguments
 
     def queries(self, q: Tensor) -> Tensor:
-        """The projection or feature map of the queries, (B, H, T, D)."""
+        """Project or feature-map the queries, (B, H, T, D)."""
         return q
 
     def keys(self, k: Tensor) -> Tensor:
-        """The projection or feature map of the keys, (B, G, S, D)."""
+        """Project or feature-map the keys, (B, G, S, D)."""
         return k
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
         """The O(T) part."""
         return Prepared(self.queries(q), self.keys(k), v, mask, frame)
 
+    def combine(self, sums: Tensor) -> Tensor:
+        """Merge each map's weighted sum of values (B, H, T, …) into the heads that W_o projects."""
+        return sums
+
+    def combine_weights(self, weights: Tensor) -> Tensor:
+        """Merge the weights of the maps (B, H, R, C) into those applied to each head's values, (B, H / maps, R, C)."""
+        return weights
+
     def operands(self, frame: Frame) -> Operands:
-        """The parameters ``tile`` reads, for the heads of this frame; ``tile_backward`` returns their gradients."""
+        """The parameters that ``tile`` reads, for the frame's heads; ``tile_backward`` returns their gradients."""
         return ()
 
     def tile(self, q: Tensor, k: Tensor, operands: Operands) -> Tensor:
@@ -91,7 +101,7 @@ class Mechanism:
     def tile_backward(
         self, q: Tensor, k: Tensor, operands: Operands, d_scores: Tensor
     ) -> tuple[Tensor, Tensor, Operands]:
-        """Gradients of q, k and the operands, given that of the tile. Default: autograd."""
+        """Gradients of q, k and the operands from the gradient of the tile. Default: autograd."""
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
             scores = self.tile(inputs[0], inputs[1], tuple(inputs[2:]))
@@ -99,12 +109,12 @@ class Mechanism:
         return d_q, d_k, tuple(d_operands)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """All scores of raw q and k, O(T · S) memory."""
+        """The full score matrix of unprepared q and k, in O(T · S) memory."""
         return self.tile(self.queries(q), self.keys(k), self.operands(Frame.of(q, k)))
 
 
 def by_group(x: Tensor, n_groups: int) -> Tensor:
-    """(B, H, R, D) → (B, G, H/G · R, D): stacks the query heads that share a key head, so that k is not repeated."""
+    """(B, H, R, D) → (B, G, H/G · R, D): stack the query heads that share a key head instead of repeating k."""
     b, h, r, d = x.shape
     return x.reshape(b, n_groups, h // n_groups * r, d)
 
@@ -116,9 +126,9 @@ def by_head(x: Tensor, n_heads: int) -> Tensor:
 
 
 class Dot(Mechanism):
-    """Scaled dot product (Vaswani et al. 2017, eq. 1; unscaled it is Luong et al. 2015, "dot").
+    """Scaled dot product (Vaswani et al. 2017, eq. 1; with scale 1, "dot" of Luong et al. 2015).
 
-    s_ij = scale · q_i · k_j, with scale 1/√D unless given. √D because Var(q·k) = D for unit-variance q and k.
+    s_ij = scale · q_i · k_j, scale 1/√D by default, since Var(q · k) = D for unit-variance q and k.
     """
 
     name = "dot"
@@ -126,7 +136,7 @@ class Dot(Mechanism):
     scale: float | None = None
 
     def __init__(self, scale: float | None = None) -> None:
-        if scale is not None:  # else that of the class
+        if scale is not None:  # otherwise the class attribute, which a subclass may set
             self.scale = scale
 
     @classmethod
@@ -158,7 +168,7 @@ class Dot(Mechanism):
 
 
 class CappedDot(Dot):
-    """The scaled dot product with a soft cap (Gemma 2, 2024): s_ij = cap · tanh(scale · q_i · k_j / cap)."""
+    """Scaled dot product with a soft cap (Gemma 2, 2024): s_ij = cap · tanh(scale · q_i · k_j / cap)."""
 
     name = "capped-dot"
     kind = "capped"
@@ -178,6 +188,38 @@ class CappedDot(Dot):
 
     def __repr__(self) -> str:
         return f"CappedDot(cap={self.cap}, scale={self.scale})"
+
+
+class Sigmoid(nn.Module, Dot):
+    """Sigmoid attention (Ramapuram et al. 2024): A_ij = σ(scale · q_i · k_j + b), not normalised over the keys.
+
+    b is learned, one number per head, and initialised to -log(length), so that rows initially sum to about 1.
+    """
+
+    name = "sigmoid"
+    kind = "sigmoid"
+    normaliser = "sigmoid"
+
+    def __init__(self, n_heads: int, length: int, scale: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+        self.b = nn.Parameter(torch.full((n_heads,), -math.log(length)))
+
+    @classmethod
+    def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Sigmoid:
+        return cls(n_heads, config.max_len, config.attention_scale)
+
+    def operands(self, frame: Frame) -> Operands:
+        return (self.b[frame.heads],)
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands = ()) -> Tensor:
+        return super().tile(q, k) + operands[0].to(q.dtype)[:, None, None]
+
+    def tile_backward(
+        self, q: Tensor, k: Tensor, operands: Operands, d_scores: Tensor
+    ) -> tuple[Tensor, Tensor, Operands]:
+        d_q, d_k, _ = super().tile_backward(q, k, operands, d_scores)
+        return d_q, d_k, (d_scores.sum((0, 2, 3)),)
 
 
 class General(nn.Module, Dot):
@@ -201,7 +243,7 @@ class Additive(nn.Module, Mechanism):
 
     name = "additive"
     kind = "additive"
-    largest_tile = 1 << 14  # a tile holds D numbers per pair before the sum
+    largest_tile = 1 << 14  # a tile holds D numbers per pair before the sum over D
 
     def __init__(self, n_heads: int, d_query: int, d_key: int | None = None, d_hidden: int | None = None) -> None:
         super().__init__()
@@ -219,7 +261,7 @@ class Additive(nn.Module, Mechanism):
 
     def keys(self, k: Tensor) -> Tensor:
         n_heads = self.w_k.shape[0]
-        if k.shape[1] != n_heads:  # a shared key head is projected once per query head
+        if k.shape[1] != n_heads:  # each query head has its own projection of a shared key head
             k = k.repeat_interleave(n_heads // k.shape[1], dim=1)
         _check_projection(self.name, "k", k, self.w_k)
         return k @ self.w_k
@@ -238,21 +280,35 @@ class Concat(Additive):
 
     @property
     def w(self) -> Tensor:
-        """The joined matrix of the paper, (H, d_query + d_key, d_hidden)."""
+        """The paper's W, (H, d_query + d_key, d_hidden)."""
         return torch.cat([self.w_q, self.w_k], dim=1)
+
+
+class Sinks(nn.Module):
+    """A learned logit per head in the denominator of every row's softmax (gpt-oss, 2025).
+
+    A_ij = exp(s_ij) / (exp(sink) + Σ_j exp(s_ij)), so a head may attend to nothing. Sink 0 is Miller's softmax₁ (2023).
+    """
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(n_heads))
+
+    def extra_repr(self) -> str:
+        return f"{len(self.logits)} heads"
 
 
 def _check_projection(mechanism: str, name: str, x: Tensor, w: Tensor) -> None:
     """Raise unless heads x (B, H, T, D) can be projected by w (H, D, …)."""
     if x.shape[1] != w.shape[0]:
-        raise ValueError(f"mechanism {mechanism!r} has n_heads={w.shape[0]}, {name} has {x.shape[1]} heads")
+        raise ValueError(f"mechanism {mechanism!r} has n_heads={w.shape[0]}, but {name} has {x.shape[1]} heads")
     if x.shape[3] != w.shape[1]:
-        raise ValueError(f"mechanism {mechanism!r} is for {name} of head width {w.shape[1]}, got {x.shape[3]}")
+        raise ValueError(f"mechanism {mechanism!r} expects {name} of head width {w.shape[1]}, got {x.shape[3]}")
     if x.dtype != w.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"{name} is {x.dtype} but mechanism {mechanism!r} is {w.dtype}; give them one dtype")
 
 
 def _initialise(weight: Tensor) -> None:
-    """Xavier-uniform for each head's matrix; torch would read (H, in, out) as a convolution's weight."""
+    """Xavier-uniform for each head's matrix; torch would treat (H, in, out) as a convolution's weight."""
     for matrix in weight:
         nn.init.xavier_uniform_(matrix)

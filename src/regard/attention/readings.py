@@ -1,4 +1,4 @@
-"""Attention read as a kernel smoother, as retrieval and as a random walk; attention rollout."""
+"""Attention interpreted as a kernel smoother, as retrieval and as a random walk; attention rollout."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def smoother(
     "gaussian": K = exp(-|q - k|² / 2b²), which equals "exp" when all keys have the same norm.
     """
     if kernel not in KERNELS:
-        raise ValueError(f"kernel={kernel!r} is none of {', '.join(KERNELS)}")
+        raise ValueError(f"kernel={kernel!r} is not one of {', '.join(KERNELS)}")
     if bandwidth is not None and bandwidth <= 0:
         raise ValueError(f"bandwidth={bandwidth} must be positive")
     squared = math.sqrt(q.shape[-1]) if bandwidth is None else bandwidth**2
     scoring = ScoreMatrix(q, k, mask, None, Dot(1 / squared), Frame.of(q, k))
-    log_kernel = scoring.tile()  # (B, H, T, S), -inf where the mask says no
+    log_kernel = scoring.tile()  # (B, H, T, S), -inf at masked pairs
     if kernel == "gaussian":
-        shared_by = q.shape[1] // k.shape[1]
-        k_length = k.square().sum(-1).repeat_interleave(shared_by, dim=1)[:, :, None]  # (B, H, 1, S)
-        q_length = q.square().sum(-1, keepdim=True)  # (B, H, T, 1)
-        log_kernel = log_kernel - (q_length + k_length) / (2 * squared)
+        group = q.shape[1] // k.shape[1]
+        k_norm = k.square().sum(-1).repeat_interleave(group, dim=1)[:, :, None]  # |k|², (B, H, 1, S)
+        q_norm = q.square().sum(-1, keepdim=True)  # |q|², (B, H, T, 1)
+        log_kernel = log_kernel - (q_norm + k_norm) / (2 * squared)
     return apply_weights(normalise(log_kernel, "softmax"), v)
 
 
@@ -53,9 +53,9 @@ def smoother(
 def retrieve(
     source: AttentionMap | tuple[Tensor, Tensor], query: int, k: int = 5, *, batch: int = 0, head: int | None = None
 ) -> list[tuple[int, float]]:
-    """The k keys with the largest weights as (index, weight), best first, of one head or the mean of all heads.
+    """The k keys with the largest weights as (index, weight), best first, for one head or the mean over all heads.
 
-    Masked keys are left out, so there may be fewer than k.
+    Masked keys are omitted, so there may be fewer than k.
     """
     attention_map = source if isinstance(source, AttentionMap) else AttentionMap(*source)
     attention_map = attention_map.part(batch=batch) if head is None else attention_map.head(batch, head)
@@ -70,10 +70,9 @@ def retrieve(
 
 
 def walk(weights: Weights, steps: int, start: int | Tensor | None = None) -> Tensor:
-    """p₀ A^steps: the distribution (B, H, T) of a random walk with transition probabilities A_ij after some steps.
+    """p₀ A^steps: the distribution (B, H, T) after ``steps`` of a random walk with transition probabilities A_ij.
 
-    ``start`` is a token or a distribution (…, T); None gives the matrix A^steps. A token that sees nothing has a
-    self-loop.
+    ``start`` is a token or a distribution (…, T); None gives the matrix A^steps. A fully masked token has a self-loop.
     """
     if steps < 0:
         raise ValueError(f"walk steps={steps} must not be negative")
@@ -81,7 +80,7 @@ def walk(weights: Weights, steps: int, start: int | Tensor | None = None) -> Ten
     *lead, _, n = graph.shape
     if isinstance(start, Tensor):
         if start.dim() == 0 or start.shape[-1] != n:
-            raise ValueError(f"start of shape {tuple(start.shape)} is no distribution over {n} tokens")
+            raise ValueError(f"start of shape {tuple(start.shape)} is not a distribution over {n} tokens")
         distribution = start.to(graph.device, graph.dtype)[..., None, :]
     else:
         distribution = _one_hot_rows(slice(None) if start is None else start, graph, "start")
@@ -92,9 +91,9 @@ def walk(weights: Weights, steps: int, start: int | Tensor | None = None) -> Ten
 
 
 def stationary(weights: Weights, tolerance: float = 1e-6, max_steps: int = 10_000) -> Tensor:
-    """The stationary distribution p = p A, (B, H, T), as in PageRank; under a causal mask all of it is at token 0.
+    """The stationary distribution p = p A, (B, H, T), as in PageRank; with a causal mask it is all at token 0.
 
-    Iterates p ← (p + p A) / 2 from the uniform distribution: same fixed points, no oscillation.
+    Iterates p ← (p + p A) / 2 from the uniform distribution, which has the same fixed points and does not oscillate.
     """
     graph = _transition_matrix(weights)
     *lead, _, n = graph.shape
@@ -105,15 +104,15 @@ def stationary(weights: Weights, tolerance: float = 1e-6, max_steps: int = 10_00
         moved, distribution = float((next_distribution - distribution).abs().sum(-1).max()), next_distribution
         if moved <= tolerance:
             return distribution[..., 0, :] / distribution[..., 0, :].sum(-1, keepdim=True)
-    raise RuntimeError(f"stationary still moves by {moved:.2g} > tolerance={tolerance} after max_steps={max_steps}")
+    raise RuntimeError(f"stationary still changes by {moved:.2g} > tolerance={tolerance} after max_steps={max_steps}")
 
 
 def rollout(layers: Sequence[Weights], residual: float = 0.5) -> Tensor:
-    """Attention rollout (Abnar & Zuidema 2020, §3), (B, T, T): the share of each input token in each output token.
+    """Attention rollout (Abnar & Zuidema 2020, §3), (B, T, T): how much of each input token is in each output token.
 
         Â_l = residual · I + (1 - residual) · mean_h A_l,h        rollout = Â_L … Â_2 Â_1
 
-    ``layers`` go from first to last. ``flow_to`` gives some rows in O(T) memory.
+    ``layers`` run from first to last. ``flow_to`` computes selected rows in O(T) memory.
     """
     graphs = _check_layers(layers, residual)
     identity = _one_hot_rows(slice(None), graphs[0], "rows")
@@ -124,7 +123,7 @@ def rollout(layers: Sequence[Weights], residual: float = 0.5) -> Tensor:
 
 
 def flow_to(layers: Sequence[Weights], rows: Pick, residual: float = 0.5) -> Tensor:
-    """Some rows of the rollout, (B, R, T), as e_i Â_L … Â_2 Â_1 from the left: O(T) memory on maps."""
+    """Selected rows of the rollout, (B, R, T), as e_i Â_L … Â_2 Â_1 from the left; O(T) memory for attention maps."""
     graphs = _check_layers(layers, residual)
     flow = _one_hot_rows(rows, graphs[-1], "rows").expand(graphs[-1].shape[0], -1, -1)  # (B, R, T)
     for graph in reversed(graphs):
@@ -134,21 +133,21 @@ def flow_to(layers: Sequence[Weights], rows: Pick, residual: float = 0.5) -> Ten
 
 
 def _step(graph: Weights, distribution: Tensor) -> Tensor:
-    """p A for some distributions p (…, N, T)."""
+    """p A for distributions p (…, N, T)."""
     return graph.push(distribution, stay=True) if isinstance(graph, AttentionMap) else distribution @ graph
 
 
 def _transition_matrix(weights: Weights) -> Weights:
-    """Square weights whose rows sum to 1; a token that sees nothing gets a self-loop."""
+    """Square weights whose rows sum to 1; a fully masked token gets a self-loop."""
     if len(weights.shape) < 2 or weights.shape[-1] != weights.shape[-2]:
-        raise ValueError(f"weights of shape {tuple(weights.shape)} lead from tokens to others; a walk needs T × T")
+        raise ValueError(f"weights of shape {tuple(weights.shape)} are not square; a walk needs T × T")
     if isinstance(weights, AttentionMap):
         return weights
     total = weights.sum(-1)
     off = torch.where(total == 0, 0, (total - 1).abs())
-    if off.max() > 0.02:  # tolerates half precision
+    if off.max() > 0.02:  # allows for half precision
         worst = float(total.flatten()[off.argmax()])
-        raise ValueError(f"rows of weights must sum to 1, or to 0 where nothing is seen; one sums to {worst:.3g}")
+        raise ValueError(f"rows of weights must sum to 1, or to 0 if fully masked; one sums to {worst:.3g}")
     return _add_self_loops(weights)
 
 
@@ -166,12 +165,12 @@ def _check_layers(layers: Sequence[Weights], residual: float) -> list[Weights]:
             raise ValueError(f"layers[{n}] must have 4 dimensions (B, H, T, T), got shape {tuple(layer.shape)}")
         sizes, first = ((x.shape[0], x.shape[-1]) for x in (layer, layers[0]))
         if sizes != first:
-            raise ValueError(f"layers[{n}] has (batch, length) = {sizes}, layers[0] has {first}")
+            raise ValueError(f"layers[{n}] has (batch, length) = {sizes}, but layers[0] has {first}")
     return [_transition_matrix(layer) for layer in layers]
 
 
 def _mean_of_heads(graph: Weights) -> Tensor:
-    """(B, T, T); of a map one head at a time, to hold fewer T × T matrices."""
+    """(B, T, T); a map is read one head at a time, so that fewer T × T matrices are in memory."""
     if isinstance(graph, Tensor):
         return graph.mean(1)
     n_batch, n_heads, n, _ = graph.shape
@@ -182,8 +181,8 @@ def _mean_of_heads(graph: Weights) -> Tensor:
 
 
 def _one_hot_rows(tokens: Pick, graph: Weights, name: str) -> Tensor:
-    """One-hot rows (R, T) of some tokens."""
+    """One-hot rows (R, T) of the selected tokens."""
     n = graph.shape[-1]
     every = torch.arange(n, device=graph.device)
-    some = every[as_span(tokens, n, name, every.device)]
-    return (some[:, None] == every).to(graph.dtype)
+    selected = every[as_span(tokens, n, name, every.device)]
+    return (selected[:, None] == every).to(graph.dtype)

@@ -1,7 +1,7 @@
-"""Taps and recorders: ``tap`` shows a tensor and ``tap_attention`` an attention call to the active ``Recorder``.
+"""Taps and recorders: ``tap`` passes a tensor and ``tap_attention`` an attention call to the active ``Recorder``.
 
-Taps are function calls, not module hooks, so a recorder can be switched on after torch.compile. The recorder keeps q
-and k (O(T)), and joins the steps of a cached decoding into one score matrix.
+Taps are function calls, not module hooks, so a recorder can be enabled after torch.compile. It keeps q and k (O(T)) and
+joins the steps of cached decoding into one score matrix.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from .score_matrix import AttentionCall, ScoreMatrix
 
 
 class RecordedAttention(NamedTuple):
-    """One attention call: prepared q and k, and what its weights are computed from.
+    """One attention call: everything its weights are computed from, with q and k already prepared.
 
-    With a cache, k, v and frame are None: the cache has the keys, and copying them at every step would be O(T²).
+    With a cache, k, v and frame are None: the cache holds the keys, and copying them at every step would take O(T²).
     """
 
     q: Tensor
     k: Tensor | None
-    v: Tensor | None  # None without the recorder's ``values``
-    output: Tensor | None  # likewise
+    v: Tensor | None  # None unless the recorder keeps ``values``
+    output: Tensor | None  # None unless the recorder keeps ``values``
     mask: Mask | None
     bias: Bias | None
     mechanism: Mechanism
     q_pos: Tensor
     frame: Frame | None
     cache: Cache | None
-    version: CacheVersion | None  # of the cache's content at this call
+    version: CacheVersion | None  # the cache's version at this call
     memory: tuple[Tensor, Tensor] | None  # keys of a CrossCache and their positions
+    sinks: Tensor | None
 
 
 def current_keys(cache: Cache) -> tuple[Tensor, Tensor]:
@@ -60,13 +61,13 @@ def is_same_memory(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 
 
 def join_steps(steps: list[RecordedAttention], cache: Cache, keys: tuple[Tensor, Tensor]) -> ScoreMatrix:
-    """One ScoreMatrix of the recorded queries of all steps over the cache's keys."""
+    """One ScoreMatrix of the queries of all steps over the cache's keys."""
     first, (k, k_pos) = steps[0], keys
     if first.mechanism.kind == "summary":
         name = first.mechanism.name
-        raise ValueError(f"mechanism {name!r} sums up its keys anew at every step; there is no map of them all")
+        raise ValueError(f"mechanism {name!r} summarises its keys anew at every step, so steps cannot be joined")
     if any(step.bias is not first.bias for step in steps):
-        raise ValueError(f"the bias is not the same in all {len(steps)} steps; say which step to look at")
+        raise ValueError(f"the bias is not the same in all {len(steps)} steps; select one with step=")
     q_pos = _concat_positions([step.q_pos for step in steps])
     frame = Frame(first.q.shape[0], first.q.shape[1], q_pos, k_pos)
     mask = first.mask
@@ -80,7 +81,7 @@ def join_steps(steps: list[RecordedAttention], cache: Cache, keys: tuple[Tensor,
     if mask is not None:
         mask.check(frame)
     q = torch.cat([step.q for step in steps], dim=2)
-    return ScoreMatrix(q, first.mechanism.keys(k), mask, first.bias, first.mechanism, frame)
+    return ScoreMatrix(q, first.mechanism.keys(k), mask, first.bias, first.mechanism, frame, sinks=first.sinks)
 
 
 def _concat_positions(parts: list[Tensor]) -> Tensor:
@@ -90,20 +91,21 @@ def _concat_positions(parts: list[Tensor]) -> Tensor:
 
 
 def _check_complete(q_pos: Tensor, k_pos: Tensor) -> None:
-    """Raise when some keys have left the cache: without them the softmax's sum is unknown."""
+    """Raise if keys have been evicted from the cache: without them the sum of the softmax is unknown."""
     last = int(q_pos.max())
     present = torch.zeros(*k_pos.shape[:-1], last + 2, dtype=torch.bool, device=k_pos.device)
-    present.scatter_(-1, torch.where((k_pos >= 0) & (k_pos <= last), k_pos, last + 1), True)  # others: extra column
-    wanted = torch.arange(last + 1, device=k_pos.device) <= q_pos.amax(-1, keepdim=True)
-    n_evicted = int((wanted & ~present[..., :-1]).sum(-1).max())
+    # Positions out of range go to the extra column.
+    present.scatter_(-1, torch.where((k_pos >= 0) & (k_pos <= last), k_pos, last + 1), True)
+    needed = torch.arange(last + 1, device=k_pos.device) <= q_pos.amax(-1, keepdim=True)
+    n_evicted = int((needed & ~present[..., :-1]).sum(-1).max())
     if n_evicted:
-        kept = "RingCache(keep_keys=…) keeps them"
-        raise ValueError(f"{n_evicted} of the {last + 1} keys are no longer in the cache; {kept}")
+        hint = "RingCache(keep_keys=…) keeps them"
+        raise ValueError(f"{n_evicted} of the {last + 1} keys are no longer in the cache; {hint}")
 
 
 @dataclass(frozen=True, eq=False)
 class WrittenKeys(Mask):
-    """Keys that were in the cache at the query's step: up to the last position of that step."""
+    """Keys that were in the cache at the query's step, up to the last position of that step."""
 
     until: Tensor  # (T,) or (B, T)
 
@@ -117,7 +119,7 @@ class WrittenKeys(Mask):
 
 @dataclass(frozen=True, eq=False)
 class StepMasks(Mask):
-    """A mask for each step's queries; None: they see everything."""
+    """One mask per step, for the queries of that step; None means full attention."""
 
     masks: tuple[Mask | None, ...]
     ends: tuple[int, ...]  # one past each step's last row
@@ -139,18 +141,20 @@ class StepMasks(Mask):
 
 
 def _equal(a: object, b: object) -> bool:
-    """Whether two masks have the same type and fields; models build a new one at every step."""
+    """Whether two masks have the same type and fields; models build a new mask at every step."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
-    if a is b or not isinstance(a, Mask) or type(a) is not type(b) or not is_dataclass(a):
-        return a is b or (not isinstance(a, Mask) and a == b)
-    return all(_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
+    if not isinstance(a, Mask):
+        return a is b or a == b
+    if type(a) is not type(b) or not is_dataclass(a):
+        return a is b
+    return a is b or all(_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
 
 
 class _TapRecord:
-    """One recorded value, linked to the one before.
+    """One recorded value, linked to the previous one.
 
-    A linked list, because a compiled graph guards on the length of a Python list and would recompile at every call.
+    This is a linked list because a compiled graph guards on the length of a Python list and would recompile every call.
     """
 
     def __init__(
@@ -162,25 +166,25 @@ class _TapRecord:
         ignored: Tensor | None = None,
     ) -> None:
         self.before, self.owner, self.name, self.value = before, owner, name, value
-        self.ignored = ignored  # in a compiled graph: whether this run is not recorded
+        self.ignored = ignored  # set in compiled graphs: a boolean tensor, True if this run is not recorded
 
 
 class Recorder:
     """The recorded tensors and attention calls of one model, by module name, in order."""
 
     def __init__(self, model: nn.Module, values: bool = True) -> None:
-        self.values = values  # whether v, outputs and all ``tap`` tensors are kept too
+        self.values = values  # whether v, outputs and all ``tap`` tensors are kept as well
         model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
         self._module_names = {module: name.replace("_orig_mod.", "") for name, module in model.named_modules()}
         self._last = _TapRecord()
         self._thread = threading.get_ident()  # other threads are not recorded
-        self._keys: dict[Cache, tuple[Tensor, Tensor]] = {}
+        self._keys: dict[Cache, tuple[Tensor, Tensor]] = {}  # keys and positions, copied by ``close``
         self._versions: dict[Cache, CacheVersion] = {}  # versions of ``_keys``
-        self._memories: dict[Cache, tuple[Tensor, Tensor]] = {}
+        self._memories: dict[Cache, tuple[Tensor, Tensor]] = {}  # last memory recorded for each CrossCache
 
     @property
     def tensors(self) -> dict[str, list[Tensor]]:
-        """Tensors of ``tap`` by name; with an owner, under the module's name: "layers.0.norm.x"."""
+        """Tensors passed to ``tap``, by name; with an owner, prefixed by the module's name: "layers.0.norm.x"."""
         by_name: dict[str, list[Tensor]] = {}
         for entry in self._records():
             if isinstance(entry.value, Tensor):
@@ -198,39 +202,43 @@ class Recorder:
         return by_name
 
     def map(self, name: str, step: int | slice | None = None) -> AttentionMap:
-        """The attention map of one module: of one of its calls, or of several that share a cache."""
+        """The attention map of one module, for one of its calls or for several that share a cache."""
         attentions = self.attentions
         if name not in attentions:
-            raise KeyError(f"no attention was recorded at {name!r}; there is {', '.join(attentions) or 'none'}")
+            names = ", ".join(attentions) or "none"
+            raise KeyError(f"no attention was recorded at {name!r}; recorded: {names}")
         calls = attentions[name]
-        some = calls if step is None else calls[step] if isinstance(step, slice) else [calls[step]]
-        if not some:
-            raise ValueError(f"step={step} picks none of the {len(calls)} calls at {name!r}")
-        if len(some) > 1 and any(call.cache is None or call.cache is not some[0].cache for call in some):
-            raise ValueError(f"{len(some)} calls at {name!r} do not share a cache; say which step to look at")
-        one, cache = some[0], some[0].cache
+        if step is not None:
+            calls = calls[step] if isinstance(step, slice) else [calls[step]]
+        if not calls:
+            raise ValueError(f"step={step} selects none of the {len(attentions[name])} calls at {name!r}")
+        first, cache = calls[0], calls[0].cache
+        if len(calls) > 1 and (cache is None or any(call.cache is not cache for call in calls)):
+            raise ValueError(f"{len(calls)} calls at {name!r} do not share a cache; select one with step=")
         if cache is not None:
-            return AttentionMap.of(join_steps(some, cache, self._keys_of(cache, some, name)))
-        assert one.k is not None and one.frame is not None
-        return AttentionMap.of(ScoreMatrix(one.q, one.k, one.mask, one.bias, one.mechanism, one.frame))
+            return AttentionMap.of(join_steps(calls, cache, self._keys_of(cache, calls, name)))
+        assert first.k is not None and first.frame is not None
+        matrix = ScoreMatrix(first.q, first.k, first.mask, first.bias, first.mechanism, first.frame, sinks=first.sinks)
+        return AttentionMap.of(matrix)
 
     def _keys_of(self, cache: Cache, calls: list[RecordedAttention], name: str) -> tuple[Tensor, Tensor]:
-        """The keys that all these calls saw, and their positions."""
-        one = calls[0]
-        if one.memory is not None:
-            if any(call.memory is None or not is_same_memory(call.memory, one.memory) for call in calls):
-                raise ValueError(f"the memory is not the same in all {len(calls)} calls at {name!r}; say which step")
-            return one.memory
+        """The keys that all these calls attended to, and their positions."""
+        memory = calls[0].memory
+        if memory is not None:
+            if any(call.memory is None or not is_same_memory(call.memory, memory) for call in calls):
+                n = len(calls)
+                raise ValueError(f"the memory is not the same in all {n} calls at {name!r}; select one with step=")
+            return memory
         version = self._versions.get(cache, cache.version)
         n_stale = sum(call.version is not version for call in calls)
         if n_stale:
-            hint = "whose keys are gone; look at the steps since then"
-            which = f"{n_stale} of these {len(calls)} calls at {name!r}"
-            raise ValueError(f"the cache was reordered, truncated or reset after {which}, {hint}")
+            stale = f"{n_stale} of these {len(calls)} calls at {name!r}"
+            hint = "whose keys are gone; select later steps with step="
+            raise ValueError(f"the cache was reordered, truncated or reset after {stale}, {hint}")
         return self._keys[cache] if cache in self._keys else current_keys(cache)
 
     def _records(self) -> list[_TapRecord]:
-        """The records of this model, oldest first, without those that are ignored."""
+        """The records of this model, oldest first, without the ignored ones."""
         records: list[_TapRecord] = []
         entry = self._last
         while entry.before is not None:
@@ -241,13 +249,13 @@ class Recorder:
         return records[::-1]
 
     def _append(self, owner: nn.Module | None, name: str, value: Tensor | RecordedAttention, at: Tensor) -> None:
-        """Add a record; ``at`` fixes its place in a compiled graph."""
-        if torch.compiler.is_compiling():  # thread and backward pass are only known when the graph runs
+        """Add a record; ``at`` determines where in a compiled graph ``_is_ignored`` runs."""
+        if torch.compiler.is_compiling():  # thread and backward pass are known only when the graph runs
             self._last = _TapRecord(self._last, owner, name, value, _is_ignored(at.detach()))
         elif not _should_ignore(self) and (owner is None or owner in self._module_names):
             check_cancelled()
             if isinstance(value, RecordedAttention) and value.cache is not None and value.memory is not None:
-                # Share the memory stored already where it is equal: reordering a CrossCache copies it.
+                # Share an equal memory that is already stored: reordering a CrossCache copies it.
                 memory = self._memories.get(value.cache)
                 if memory is None or not is_same_memory(memory, value.memory):
                     memory = self._memories[value.cache] = value.memory
@@ -255,16 +263,16 @@ class Recorder:
             self._last = _TapRecord(self._last, owner, name, value)
 
     def close(self) -> None:
-        """Copy biases, mechanisms and cached keys, which training and the next text will overwrite."""
+        """Copy biases, mechanisms and cached keys, which training and the next input will overwrite."""
         frozen: dict[int, Any] = {}  # all layers and steps may share one bias
 
         def freeze_once(part: Any) -> Any:
             if id(part) not in frozen:
-                frozen[id(part)] = part, freeze(part)  # holds ``part`` too, so that its id stays unique
+                frozen[id(part)] = part, freeze(part)  # keeps ``part`` alive, so that its id stays unique
             return frozen[id(part)][1]
 
         last = _TapRecord()
-        for entry in self._records():  # a new list, which releases the ignored records
+        for entry in self._records():  # rebuild the list, which frees the ignored records
             value = entry.value
             if isinstance(value, RecordedAttention):
                 cache = value.cache
@@ -281,19 +289,25 @@ class Recorder:
 _recorder: Recorder | None = None
 
 
-def tap(name: str, x: Tensor, owner: nn.Module | None = None, small: bool = False) -> Tensor:
-    """Show x to the active recorder, if any, under a name; ``owner`` is the module it belongs to. Returns x.
+def is_recording() -> bool:
+    """Whether a recorder is active in this thread."""
+    recorder = _recorder
+    return recorder is not None and recorder._thread == threading.get_ident()
 
-    What is ``small`` is kept by a recorder without ``values`` too.
+
+def tap(name: str, x: Tensor, owner: nn.Module | None = None, small: bool = False) -> Tensor:
+    """Pass x to the active recorder, if any, under a name; ``owner`` is the module it belongs to. Returns x.
+
+    A recorder without ``values`` keeps only ``small`` tensors.
     """
-    recorder = _recorder  # read once: another thread may switch it off meanwhile
+    recorder = _recorder  # read once: another thread may remove it
     if recorder is not None and (small or recorder.values):
         recorder._append(owner, name, x.detach(), x)
     return x
 
 
 def tap_attention(owner: nn.Module, call: AttentionCall, output: Tensor, cache: Cache | None = None) -> Tensor:
-    """Show an attention call of ``owner`` to the active recorder, if any. Returns the output."""
+    """Pass an attention call of ``owner`` to the active recorder, if any. Returns the output."""
     recorder = _recorder
     if recorder is None:
         return output
@@ -306,32 +320,33 @@ def tap_attention(owner: nn.Module, call: AttentionCall, output: Tensor, cache: 
         mask=call.mask,
         bias=call.bias,
         mechanism=call.mechanism,
-        q_pos=call.frame.q_pos.clone(),  # a view would be overwritten by the cache
+        q_pos=call.frame.q_pos.clone(),  # the cache would overwrite a view
         frame=call.frame if cache is None else None,
         cache=cache,
         version=None if cache is None else cache.version,
         memory=current_keys(cache) if isinstance(cache, CrossCache) else None,
+        sinks=None if call.sinks is None else call.sinks.detach().clone(),
     )
     recorder._append(owner, "attention", recorded, output)
     return output
 
 
 def _compact_copy(x: Tensor) -> Tensor:
-    """x in its own memory: a view would keep the whole qkv product alive."""
+    """x in memory of its own: a view would keep the output of the qkv projection alive."""
     x = x.detach()
     is_whole = not torch.compiler.is_compiling() and x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if is_whole else x.clone(memory_format=torch.contiguous_format)
 
 
 def _should_ignore(recorder: Recorder | None) -> bool:
-    """Whether this is gradient checkpointing's recomputation inside backward, or another thread."""
+    """Whether this is a recomputation by gradient checkpointing inside backward, or another thread."""
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward or (recorder is not None and recorder._thread != threading.get_ident())
 
 
 @torch.library.custom_op("regard::is_ignored", mutates_args=())
 def _is_ignored(at: Tensor) -> Tensor:
-    """``_should_ignore`` as an operator of a compiled graph; the tensor argument fixes its place in the graph."""
+    """``_should_ignore`` as an operator of a compiled graph; the argument determines where in the graph it runs."""
     return torch.tensor(_should_ignore(_recorder))
 
 
@@ -344,25 +359,26 @@ def _(at: Tensor) -> Tensor:
 def record(model: nn.Module, values: bool = True) -> Iterator[Recorder]:
     """Record every tap of ``model``, compiled or not, inside the ``with`` block.
 
-    Keeps q, k, v and output of every attention call, O(T) numbers; with a cache q and output, and the cache's keys
-    once. ``values=False`` keeps only q and k, compactly: all that attention weights need. The recorder can be read
-    inside and after the block; biases, mechanisms and keys are copied when it ends, masks are kept by reference.
+    Keeps q, k, v and the output of every attention call, O(T) numbers; with a cache, q and the output of every call and
+    the cache's keys once. ``values=False`` keeps only q and k, in compact copies, which is enough for the attention
+    weights. The recorder can be read inside and after the block; biases, mechanisms and keys are copied when it ends,
+    masks are kept by reference.
     """
     global _recorder
     if _recorder is not None:
-        raise RuntimeError("record() is already on; one recorder looks at a time")
+        raise RuntimeError("record() is already active; only one recorder can be active at a time")
     recorder = _recorder = Recorder(model, values)
     try:
-        with _checkpoints_may_record():
+        with _record_in_checkpoints():
             yield recorder
     finally:
         _recorder = None
         recorder.close()
 
 
-def _checkpoints_may_record() -> AbstractContextManager[None]:
-    """Let compiled graphs record inside checkpointed regions, in the first forward only."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading it takes seconds
+def _record_in_checkpoints() -> AbstractContextManager[None]:
+    """Let compiled graphs record inside checkpointed regions, in the first forward pass only."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
         return nullcontext()
     config = torch._dynamo.config
     option = "skip_fwd_side_effects_in_bwd_under_checkpoint"

@@ -1,8 +1,8 @@
 """FlashAttention's algorithm in plain torch: exact attention in O(T) memory, any mask, any bias, forward and backward.
 
-Forward (Dao et al. 2022, algorithm 1): block by block with a running maximum m and sum z of each row, rescaling the
-accumulated output when m grows; keeps the output and lse = m + log z. Backward (algorithm 4): recompute each block's
-weights as exp(s - lse) and apply the analytic gradients.
+Forward (Dao et al. 2022, algorithm 1): compute the scores block by block with a running maximum m and sum z per row,
+rescale the accumulated output when m grows, and save the output and lse = m + log z. Backward (algorithm 4): recompute
+each block's weights as exp(s - lse) and apply the analytic gradients.
 """
 
 from __future__ import annotations
@@ -22,56 +22,71 @@ from .score_matrix import AttentionCall, exp_minus_, select_rows
 
 
 def tiled(call: AttentionCall) -> Tensor:
-    """The output (B, H, T, D) of a softmax attention."""
+    """The output (B, H, T, D) of softmax or sigmoid attention."""
     return tiled_with_lse(call)[0]
 
 
 def tiled_with_lse(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Output and lse (B, H, T), +inf where a row sees nothing."""
-    if call.dropout > 0 and call.seed is None:  # drawn once, for forward and backward
+    """Output and lse (B, H, T); lse is +inf for a fully masked row, and 0 for sigmoids, which are not normalised."""
+    if call.dropout > 0 and call.seed is None:  # forward and backward need the same seed
         call = replace(call, seed=draw_seed(call.q.device))
-    own, of_bias = call.operands()
-    output, lse = _Tiled.apply(call, len(own), call.q, call.k, call.v, *own, *of_bias)
+    own, bias_operands = call.operands()
+    output, lse = _Tiled.apply(call, len(own), call.q, call.k, call.v, call.sinks, *own, *bias_operands)
     return output, lse
 
 
 class _Tiled(torch.autograd.Function):
+    """The first ``n_own`` operands are the mechanism's own; the rest are the bias's."""
+
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, n_own: int, q: Tensor, k: Tensor, v: Tensor, *operands: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        call: AttentionCall,
+        n_own: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        *operands: Tensor,
+    ) -> Any:
         exact = torch.promote_types(q.dtype, torch.float32)
         call = replace(call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
         parts = tuple(x.to(exact) for x in operands)
         output, lse = _forward(call, (parts[:n_own], parts[n_own:]))
-        # Heads are kept by save_for_backward only, so that checkpointing and offloading can release them.
+        # Only save_for_backward holds q, k and v, so that checkpointing and offloading can free them.
         none = q.new_empty(0)
-        ctx.call, ctx.n_own = replace(call, q=none, k=none, v=none), n_own
-        ctx.save_for_backward(q, k, v, output, lse, *operands)
+        ctx.call, ctx.n_own = replace(call, q=none, k=none, v=none, sinks=None), n_own
+        ctx.save_for_backward(q, k, v, output, lse, sinks, *operands)
         ctx.mark_non_differentiable(lse)
         return output.to(q.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, d_output: Tensor, _: Tensor) -> Any:
-        q, k, v, output, lse, *operands = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: the gradients are to be differentiated themselves
-            return None, None, *_differentiable_backward(ctx, (q, k, v, *operands), d_output)
+        q, k, v, output, lse, sinks, *operands = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the gradients themselves must be differentiable
+            return None, None, *_differentiable_backward(ctx, (q, k, v, sinks, *operands), d_output)
         exact = torch.promote_types(q.dtype, torch.float32)
-        call = replace(ctx.call, q=q.to(exact), k=k.to(exact), v=v.to(exact))
+        call = replace(ctx.call, q=q.to(exact), k=k.to(exact), v=v.to(exact), sinks=sinks)
         parts = tuple(x.to(exact) for x in operands)
         grads = _backward(call, (parts[: ctx.n_own], parts[ctx.n_own :]), output, lse, d_output.to(exact))
-        return None, None, *(g.to(x.dtype) for g, x in zip(grads, (q, k, v, *operands), strict=True))
+        inputs = (q, k, v, sinks, *operands)
+        cast = [None if x is None or g is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)]
+        return None, None, *cast
 
 
-def _differentiable_backward(ctx: Any, inputs: tuple[Tensor, ...], d_output: Tensor) -> list[Tensor | None]:
-    """The same gradients by the formula, O(T · S) memory, as a graph that second derivatives go through."""
+def _differentiable_backward(ctx: Any, inputs: tuple[Any, ...], d_output: Tensor) -> list[Tensor | None]:
+    """The same gradients from the reference formula, in O(T · S) memory, as a graph for second derivatives."""
     needed = ctx.needs_input_grad[2:]
-    q, k, v, *parts = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs)
+    exact: list[Any] = [None if x is None else x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+    q, k, v, sinks, *parts = exact
     call = replace(ctx.call, q=q, k=k, v=v)
-    weights = normalise(call.tile(operands=(tuple(parts[: ctx.n_own]), tuple(parts[ctx.n_own :]))), "softmax")
+    scores = call.tile(operands=(tuple(parts[: ctx.n_own]), tuple(parts[ctx.n_own :])))
+    weights = normalise(scores, call.mechanism.normaliser, sinks)
     if call.dropout > 0:
         weights = weights * _dropout_scale(call, ALL, ALL)
     output = apply_weights(weights, v).to(d_output.dtype)
-    asked = [x for x, need in zip(inputs, needed, strict=True) if need]
-    grads = iter(torch.autograd.grad(output, asked, d_output, create_graph=True, allow_unused=True))
+    wrt = [x for x, need in zip(inputs, needed, strict=True) if need]
+    grads = iter(torch.autograd.grad(output, wrt, d_output, create_graph=True, allow_unused=True))
     return [next(grads) if need else None for need in needed]
 
 
@@ -79,25 +94,34 @@ def _forward(call: AttentionCall, operands: tuple[Operands, Operands]) -> tuple[
     q, v = call.q, call.v
     output = q.new_zeros(*q.shape[:3], v.shape[-1])
     lse = q.new_full(q.shape[:3], float("inf"))
+    sigmoid = call.mechanism.normaliser == "sigmoid"
     for rows, blocks in call.plan().rows():
         if not blocks:
             continue
         n_rows = rows.stop - rows.start
         top = q.new_full((*q.shape[:2], n_rows, 1), float("-inf"))
         total = torch.zeros_like(top)
+        if call.sinks is not None:  # the sink is the first score of each row, with value vector 0
+            top, total = top.maximum(call.sinks.to(top.dtype)[:, None, None]), torch.ones_like(top)
         weighted_sum = q.new_zeros(*q.shape[:2], n_rows, v.shape[-1])
         for cols, partial in _joined_tiles(call, rows, blocks):
             scores = call.tile(rows, cols, operands, masked=partial)
+            if sigmoid:
+                weights = _apply_dropout_(call, scores.sigmoid_(), rows, cols)
+                weighted_sum.add_(apply_weights(weights, select_rows(v, cols)))
+                continue
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            shift = torch.where(new_top == float("-inf"), 0, new_top)  # a row that has seen nothing yet
+            shift = torch.where(new_top == float("-inf"), 0, new_top)  # 0 while a row is fully masked
             weights = exp_minus_(scores, shift)
             rescale = torch.exp(top - shift)
             total.mul_(rescale).add_(weights.sum(-1, keepdim=True))
-            if call.dropout > 0:
-                weights.mul_(_dropout_scale(call, rows, cols))
+            weights = _apply_dropout_(call, weights, rows, cols)
             weighted_sum.mul_(rescale).add_(apply_weights(weights, select_rows(v, cols)))
             top = new_top
-        seen = total > 0
+        if sigmoid:
+            output[:, :, rows], lse[:, :, rows] = weighted_sum, 0.0
+            continue
+        seen = top > float("-inf")
         output[:, :, rows] = weighted_sum / torch.where(seen, total, 1)
         lse[:, :, rows] = torch.where(seen, top + torch.log(total), float("inf"))[..., 0]
     return output, lse
@@ -105,25 +129,31 @@ def _forward(call: AttentionCall, operands: tuple[Operands, Operands]) -> tuple[
 
 def _backward(
     call: AttentionCall, operands: tuple[Operands, Operands], output: Tensor, lse: Tensor, d_output: Tensor
-) -> list[Tensor]:
+) -> list[Tensor | None]:
+    """Gradients of q, k, v, the sinks and the operands."""
     q, k, v = call.q, call.k, call.v
     d_q, d_k, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_own = [torch.zeros_like(x) for x in operands[0]]
     d_bias = [torch.zeros_like(x) for x in operands[1]]
     row_dot = gradients.row_dot(output, d_output)
     groups, n_heads = v.shape[1], q.shape[1]
+    sigmoid = call.mechanism.normaliser == "sigmoid"
     for rows, blocks in call.plan().rows():
         q_rows, d_rows = q[:, :, rows], by_group(d_output[:, :, rows], groups)
         for cols, partial in _joined_tiles(call, rows, blocks):
             k_cols, v_cols = select_rows(k, cols), select_rows(v, cols)
-            weights = exp_minus_(call.tile(rows, cols, operands, masked=partial), lse[:, :, rows, None])
+            scores = call.tile(rows, cols, operands, masked=partial)
+            weights = scores.sigmoid_() if sigmoid else exp_minus_(scores, lse[:, :, rows, None])
             d_weights = by_head(gradients.d_weights(d_rows, v_cols), n_heads)
             dropped_out = weights
             if call.dropout > 0:
                 scale = _dropout_scale(call, rows, cols)
                 dropped_out, d_weights = weights * scale, d_weights * scale
             _add_columns(d_v, cols, gradients.d_values(by_group(dropped_out, groups), d_rows))
-            d_scores = d_weights.sub_(row_dot[:, :, rows]).mul_(weights)  # gradients.d_scores, in place
+            if sigmoid:
+                d_scores = gradients.d_sigmoid(weights, d_weights)
+            else:
+                d_scores = d_weights.sub_(row_dot[:, :, rows]).mul_(weights)  # gradients.d_scores, in place
             d_q_tile, d_k_tile, d_operands = call.mechanism.tile_backward(q_rows, k_cols, operands[0], d_scores)
             d_q[:, :, rows] += d_q_tile
             _add_columns(d_k, cols, d_k_tile)
@@ -134,12 +164,13 @@ def _backward(
                 if d_heads is not None:
                     d_q[:, :, rows] += d_heads[0]
                     _add_columns(d_k, cols, d_heads[1])
-    return [d_q, d_k, d_v, *d_own, *d_bias]
+    d_sinks = None if call.sinks is None else gradients.d_sinks(call.sinks, lse, row_dot)
+    return [d_q, d_k, d_v, d_sinks, *d_own, *d_bias]
 
 
 def _joined_tiles(call: AttentionCall, rows: slice, blocks: list[tuple[slice, bool]]) -> Iterator[tuple[Span, bool]]:
-    """The blocks of a row joined to larger tiles, and whether each needs the mask."""
-    if call.bias is not None:  # a bias is read as diagonals, which is slow for wide or gathered tiles
+    """The blocks of one stripe of rows merged into larger tiles, each with whether it needs the mask."""
+    if call.bias is not None:  # biases are read along diagonals, which is slow for wide or gathered tiles
         yield from blocks
         return
     widest = call.largest_tile // ((rows.stop - rows.start) * call.q.shape[0] * call.q.shape[1])
@@ -157,7 +188,7 @@ def _joined_tiles(call: AttentionCall, rows: slice, blocks: list[tuple[slice, bo
 
 
 def _joined_span(parts: list[slice], keys: Tensor) -> Span:
-    """Neighbouring blocks as one slice, scattered ones by index."""
+    """Adjacent blocks as one slice, scattered ones as indices."""
     start, stop = parts[0].start, parts[-1].stop
     if stop - start == sum(part.stop - part.start for part in parts):
         return slice(start, stop)
@@ -170,6 +201,11 @@ def _add_columns(total: Tensor, cols: Span, part: Tensor) -> None:
         total[:, :, cols] += part
     else:
         total.index_add_(2, cols, part)
+
+
+def _apply_dropout_(call: AttentionCall, weights: Tensor, rows: Span, cols: Span) -> Tensor:
+    """Apply dropout to the weights of a tile, in place."""
+    return weights.mul_(_dropout_scale(call, rows, cols)) if call.dropout > 0 else weights
 
 
 def _dropout_scale(call: AttentionCall, rows: Span, cols: Span) -> Tensor:

@@ -1,4 +1,7 @@
-"""Linformer (low-rank keys and values) and FNet (Fourier mixing), neither of which can be causal; their error."""
+"""Linformer (low-rank keys and values) and FNet (Fourier mixing), neither of which can be causal.
+
+``approximation_error`` compares an approximation with softmax attention.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from .mechanisms import Dot, Mechanism, Prepared
 class Linformer(nn.Module, Dot):
     """Linformer (Wang et al. 2020, eq. 7): softmax(scale · Q (E K)ᵀ) (F V), with learned E, F of rank × length.
 
-    Attention over ``rank`` summaries of the keys: O(T · rank), with a map of T × rank weights.
+    Queries attend to ``rank`` summaries of the keys, in O(T · rank); the attention map has T × rank weights.
     """
 
     name = "linformer"
     kind = "summary"
 
     def __init__(self, length: int, rank: int, n_heads: int | None = None, scale: float | None = None) -> None:
-        """``n_heads``: separate E and F for each key head; None: one pair shared by all."""
+        """With ``n_heads``, each key head has its own E and F; otherwise all share one pair."""
         super().__init__()
         if not 1 <= rank <= length:
             raise ValueError(f"rank={rank} must lie between 1 and length={length}")
@@ -34,7 +37,7 @@ class Linformer(nn.Module, Dot):
         self.e = nn.Parameter(torch.empty(shape))
         self.f = nn.Parameter(torch.empty(shape))
         for weight in (self.e, self.f):
-            nn.init.normal_(weight, std=1 / math.sqrt(length))  # summaries have the keys' variance
+            nn.init.normal_(weight, std=1 / math.sqrt(length))  # summaries then have the variance of the keys
 
     @classmethod
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Linformer:
@@ -43,12 +46,12 @@ class Linformer(nn.Module, Dot):
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, frame: Frame) -> Prepared:
         if mask is not None and not isinstance(mask, Padding):
-            wanted = f"its mask can only be padding(lengths), got {type(mask).__name__}"
-            raise ValueError(f"mechanism 'linformer' sums up the keys before they are scored: {wanted}")
+            name = type(mask).__name__
+            raise ValueError(f"mechanism 'linformer' summarises the keys; its mask can only be padding, got {name}")
         if q.shape[-1] != k.shape[-1]:
             raise ValueError(f"q has head width {q.shape[-1]} but k has {k.shape[-1]}")
         if self.n_heads not in (None, k.shape[1]):
-            raise ValueError(f"Linformer has n_heads={self.n_heads}, k has {k.shape[1]} heads")
+            raise ValueError(f"Linformer has n_heads={self.n_heads}, but k has {k.shape[1]} heads")
         visible = visible_keys(mask, frame)
         if visible is not None:
             k, v = k.masked_fill(~visible, 0), v.masked_fill(~visible, 0)
@@ -56,7 +59,7 @@ class Linformer(nn.Module, Dot):
         return Prepared(q, k, v, None, Frame.of(q, k))
 
     def _columns(self, weight: Tensor, frame: Frame) -> Tensor:
-        """The columns of E or F at the keys' positions, (B or 1, G or 1, rank, S)."""
+        """The columns of E or F at the positions of the keys, (B or 1, G or 1, rank, S)."""
         weight = weight if weight.dim() == 3 else weight[None]
         if frame.steady is not None and frame.steady[1] >= 0:
             start = frame.steady[1]
@@ -64,12 +67,12 @@ class Linformer(nn.Module, Dot):
             return weight[None, :, :, start : start + frame.n_keys]
         if frame.limit is None or frame.limit >= self.length:
             self._check_length(int(frame.k_pos.max()) + 1)
-        columns = weight[:, :, frame.k_pos.clamp(min=0)]  # empty slots hold zeros: any column will do
+        columns = weight[:, :, frame.k_pos.clamp(min=0)]  # keys of empty slots are 0, so any column will do
         return columns.permute(2, 0, 1, 3) if frame.k_pos.dim() == 2 else columns[None]
 
-    def _check_length(self, wanted: int) -> None:
-        if wanted > self.length:
-            raise ValueError(f"Linformer has length={self.length}, the keys reach {wanted}")
+    def _check_length(self, needed: int) -> None:
+        if needed > self.length:
+            raise ValueError(f"Linformer has length={self.length}, but the keys need {needed}")
 
     def extra_repr(self) -> str:
         return f"length={self.length}, rank={self.rank}, n_heads={self.n_heads}, scale={self.scale}"
@@ -78,7 +81,7 @@ class Linformer(nn.Module, Dot):
 class Fourier(nn.Module):
     """FNet's mixing layer (Lee-Thorp et al. 2022, eq. 1): y = Re(FFT_seq(FFT_hidden(x))), without parameters.
 
-    It replaces attention in a block: no queries, keys or attention weights. Padding is mixed in too.
+    It replaces attention in a block: there are no queries, keys or attention weights. Padding is mixed in as well.
     """
 
     name = "fourier"
@@ -94,16 +97,16 @@ class Fourier(nn.Module):
 def fourier_mix(x: Tensor) -> Tensor:
     """Re(FFT_seq(FFT_hidden(x))) of x (B, T, M): y_{t,m} = Re Σ_{s,n} x_{s,n} e^{-2πi (ts/T + mn/M)}."""
     if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(f"x must have 3 dimensions (batch, length, width), none of them 0, got shape {tuple(x.shape)}")
+        raise ValueError(f"x must have 3 non-empty dimensions (batch, length, width), got shape {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # sums of T · M numbers
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))  # each output is a sum of T · M numbers
     return torch.fft.fft2(exact, dim=(1, 2)).real.to(x.dtype)
 
 
 @torch.no_grad()
 def approximation_error(mechanism: Mechanism, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> float:
-    """‖approximation - exact‖ / ‖exact‖ (Frobenius) of the outputs, exact = softmax attention of the same scale."""
+    """‖approximation - exact‖ / ‖exact‖ (Frobenius) of the outputs; exact is softmax attention with the same scale."""
     exact = attend(q, k, v, mask=mask, scale=getattr(mechanism, "scale", None)).output
     approximate = attend(q, k, v, mask=mask, mechanism=mechanism).output
     return float((approximate - exact).norm() / exact.norm())

@@ -1,16 +1,17 @@
-"""The backend "triton": an attention call as arguments of the kernels in ``kernels``.
+"""The backend "triton": translates an attention call into arguments of the kernels in ``kernels``.
 
 Causal masks, windows, lengths and documents are evaluated inside the kernels. Any other mask becomes a sparse plan: the
-blocks its ``bounds`` do not prove empty, each with a tile of bits from the mask's own ``tile``. Equal tiles are stored
-once, and plans are kept by what the mask is.
+blocks that its ``bounds`` do not prove empty, each with a tile of bits computed by the mask's ``tile``. Equal tiles are
+stored once, and plans are cached by the mask's type and fields.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .biases import Alibi, Bias, DenseBias, RelativeBias, Sum, T5Bias, XLRelative
 from .frame import Frame
-from .mask import EMPTY, FULL, And, Mask, plan
+from .mask import EMPTY, FULL, PARTIAL, And, Mask, plan
 from .masks import Causal, Dense, Document, Everything, Lengths, Packed, ValidKeys, Window
 from .mechanisms import CappedDot, Dot
 from .reference import draw_seed
@@ -29,30 +30,31 @@ from .score_matrix import AttentionCall
 if TYPE_CHECKING:
     from ..kernels.flash_ops import Options
 
-_WIDEST, _LONGEST_TRAINED_TABLE = 256, 1024
+_WIDEST = 256  # largest head width
+_LONGEST_TRAINED_TABLE = 1024  # largest distance in the table of a trainable bias
 HAS_TRITON = find_spec("triton") is not None
 F = TypeVar("F", bound=Callable[..., Any])
-_HIDDEN = -(1 << 31)  # the document of a key that no query sees
+_HIDDEN = -(1 << 31)  # document id of keys that no query may attend to
 
 
 def constant_in_graphs(function: F) -> F:
-    """As torch.compiler.assume_constant_result, which imports the whole compiler where it is used."""
+    """Like torch.compiler.assume_constant_result, but without importing the whole compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by torch's compiler
     return function
 
 
 def triton_is_fast(call: AttentionCall) -> bool:
-    """Whether the kernels take this call and are the fastest: in half precision, or where only tiles compete."""
+    """Whether the kernels support this call and are the fastest: in half precision, or if only ``tiled`` competes."""
     if triton_obstacle(call) is not None:
         return False
-    if torch.compiler.is_compiling() and not all(is_constant(part) for part in _split(call.mask)[1]):
-        return False  # a sparse plan of tensors would be made in every call
-    only_tiles_compete = call.mechanism.kind != "dot" or isinstance(call.bias, XLRelative)
-    return call.q.element_size() == 2 or only_tiles_compete
+    if torch.compiler.is_compiling() and not all(is_constant(part) for part in _split_mask(call.mask)[1]):
+        return False  # a sparse plan from tensors would be built in every call
+    only_tiled_competes = call.mechanism.kind != "dot" or isinstance(call.bias, XLRelative)
+    return call.q.element_size() == 2 or only_tiled_competes
 
 
 def triton_obstacle(call: AttentionCall) -> str | None:
-    """What the kernels cannot do in a call; None: nothing."""
+    """Why the kernels cannot compute a call; None if they can."""
     if not HAS_TRITON:
         return "triton is not installed"
     if call.q.dtype == torch.float64:
@@ -65,7 +67,7 @@ def triton_obstacle(call: AttentionCall) -> str | None:
     kinds = [_bias_kind(part) for part in parts]
     if "unknown" in kinds or len(set(kinds)) < len(kinds) or ("xl" in kinds and len(kinds) > 1):
         return "this bias"
-    if "xl" in kinds and _split(call.mask)[1]:
+    if "xl" in kinds and _split_mask(call.mask)[1]:
         return "a block-sparse mask with a Transformer-XL bias"
     if "xl" in kinds and isinstance(call.mechanism, CappedDot):
         return "capped scores with a Transformer-XL bias"
@@ -73,7 +75,7 @@ def triton_obstacle(call: AttentionCall) -> str | None:
         return "a bias with this mechanism"
     for part in parts:
         if isinstance(part, RelativeBias) and part.trainable and _reach(part, call.frame) > _LONGEST_TRAINED_TABLE:
-            return f"a trained bias that reaches over {_LONGEST_TRAINED_TABLE} positions"
+            return f"a trainable bias over more than {_LONGEST_TRAINED_TABLE} positions"
         if isinstance(part, XLRelative) and _scale(call) == 0:
             return "a Transformer-XL bias with scale 0"
     return None
@@ -99,11 +101,13 @@ def _bias_kind(bias: Bias) -> str:
         return "alibi"
     if isinstance(bias, RelativeBias):
         return "table"
-    return "dense" if isinstance(bias, DenseBias) else "xl" if isinstance(bias, XLRelative) else "unknown"
+    if isinstance(bias, DenseBias):
+        return "dense"
+    return "xl" if isinstance(bias, XLRelative) else "unknown"
 
 
 def triton(call: AttentionCall) -> Tensor:
-    """The output (B, H, T, D) of a softmax attention."""
+    """The output (B, H, T, D) of softmax attention."""
     from ..kernels.flash_ops import flash_attention
 
     if not _is_dot(call):
@@ -113,46 +117,51 @@ def triton(call: AttentionCall) -> Tensor:
     if isinstance(call.bias, XLRelative):
         from ..kernels.xl_attention import xl_attention
 
-        made, (low, high) = options(call), call.frame.reach()
-        distances = torch.arange(low, (high if made.right < 0 else min(high, made.right)) + 1, device=call.q.device)
+        xl_options, (low, high) = options(call), call.frame.reach()
+        if xl_options.right >= 0:
+            high = min(high, xl_options.right)
+        distances = torch.arange(low, high + 1, device=call.q.device)
         r, u, v = (x[call.frame.heads].to(call.q.dtype) for x in (call.bias.at(distances), call.bias.u, call.bias.v))
-        if (ratio := call.bias.scale / made.scale) != 1:  # the kernel has one scale
+        if (ratio := call.bias.scale / xl_options.scale) != 1:  # the kernel has one scale for scores and bias
             r, u = r * ratio, u * ratio
-        return xl_attention(call.q, call.k, call.v, r, u, v, low, made)
+        return xl_attention(call.q, call.k, call.v, r, u, v, low, xl_options)
     return flash_attention(call.q, call.k, call.v, options(call))
 
 
 def options(call: AttentionCall) -> Options:
-    """A call's mask, bias and dropout as the kernels take them."""
+    """The mask, bias and dropout of a call as options of the kernels."""
     from ..kernels.flash_ops import Options
 
     assert call.frame.steady is not None
-    seed = draw_seed(call.q.device) if call.dropout > 0 and call.seed is None else call.seed
-    made = Options(
+    seed = None
+    if call.dropout > 0:
+        seed = draw_seed(call.q.device) if call.seed is None else call.seed
+    return Options(
         scale=_scale(call) if _is_dot(call) else 1.0,
         offset=call.frame.steady[0] - call.frame.steady[1],
-        seed=seed if call.dropout > 0 else None,
+        seed=seed,
         dropout=call.dropout,
         cap=call.mechanism.cap if isinstance(call.mechanism, CappedDot) else 0.0,
+        **_mask_options(call.mask, call.frame),
+        **_bias_options(call.bias, call.frame),
     )
-    return replace(made, **_mask_options(call.mask, call.frame), **_bias_options(call.bias, call.frame))
 
 
 def _bias_options(bias: Bias | None, frame: Frame) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for part in _bias_parts(bias):
         if isinstance(part, Alibi):
-            made["slopes"] = part.slopes[frame.heads]
+            result["slopes"] = part.slopes[frame.heads]
         elif isinstance(part, RelativeBias):
             reach = _reach(part, frame)
-            made["table"] = part.at(torch.arange(-reach, reach + 1, device=frame.device))[frame.heads]
+            result["table"] = part.at(torch.arange(-reach, reach + 1, device=frame.device))[frame.heads]
         elif isinstance(part, DenseBias):
-            made["dense"] = part.operands(frame)[0]
-    return made
+            result["dense"] = part.operands(frame)[0]
+    return result
 
 
 def _reach(bias: RelativeBias, frame: Frame) -> int:
-    """The distance from which on a bias stays the same, or the longest there is."""
+    """The distance beyond which a bias is constant, or the longest in the frame if that is shorter."""
     longest = max(1, *(abs(d) for d in frame.reach()))
     return min(longest, bias.max_distance) if isinstance(bias, T5Bias) else longest
 
@@ -160,13 +169,13 @@ def _reach(bias: RelativeBias, frame: Frame) -> int:
 # ---- masks
 
 
-def _split(mask: Mask | None) -> tuple[list[Mask], list[Mask]]:
-    """The parts of a conjunction that the kernels evaluate, and the others."""
+def _split_mask(mask: Mask | None) -> tuple[list[Mask], list[Mask]]:
+    """The parts of a conjunction that the kernels evaluate, and the rest, which needs a sparse plan."""
     parts = list(_conjuncts(mask))
-    known = [part for part in parts if isinstance(part, Causal | Window | Lengths | Packed | Document | ValidKeys)]
-    of_documents = [part for part in known if isinstance(part, Packed | Document)]
-    others = [part for part in parts if part not in known and not isinstance(part, Everything)] + of_documents[1:]
-    return [part for part in known if part not in of_documents[1:]], others
+    supported = [part for part in parts if isinstance(part, Causal | Window | Lengths | Packed | Document | ValidKeys)]
+    rest = [part for part in parts if part not in supported and not isinstance(part, Everything)]
+    extra_documents = [part for part in supported if isinstance(part, Packed | Document)][1:]  # kernels evaluate one
+    return [part for part in supported if part not in extra_documents], [*rest, *extra_documents]
 
 
 def _conjuncts(mask: Mask | None) -> Iterator[Mask]:
@@ -178,78 +187,75 @@ def _conjuncts(mask: Mask | None) -> Iterator[Mask]:
 
 
 def _mask_options(mask: Mask | None, frame: Frame) -> dict[str, Any]:
-    known, others = _split(mask)
-    made: dict[str, Any] = {}
-    near = [part for part in known if isinstance(part, Causal | Window)]
-    if others:
-        made.update(_sparse_options([*near, *others], frame))
-    else:
-        ahead = [part.ahead if isinstance(part, Window) else 0 for part in near]
-        back = [part.size - 1 for part in near if isinstance(part, Window)]
-        made.update({"right": min(ahead)} if ahead else {}, **({"left": min(back)} if back else {}))
+    supported, rest = _split_mask(mask)
+    result: dict[str, Any] = {}
+    local = [part for part in supported if isinstance(part, Causal | Window)]
+    if rest:
+        result.update(_sparse_options([*local, *rest], frame))
+    elif local:
+        result["right"] = min([part.ahead if isinstance(part, Window) else 0 for part in local])
+        if lefts := [part.size - 1 for part in local if isinstance(part, Window)]:
+            result["left"] = min(lefts)
     valid = None
-    for part in known:
+    for part in supported:
         if isinstance(part, Lengths):
-            lengths = _of_batch(part.lengths, frame)
-            lengths = lengths - _first_key(frame) if _first_key(frame) else lengths
-            made["lengths"] = lengths if "lengths" not in made else torch.minimum(lengths, made["lengths"])
+            assert frame.steady is not None
+            first_key = frame.steady[1]
+            lengths = _select_batch(part.lengths, frame)
+            lengths = lengths - first_key if first_key else lengths
+            result["lengths"] = lengths if "lengths" not in result else torch.minimum(lengths, result["lengths"])
         elif isinstance(part, ValidKeys):
-            real = _of_batch(part.valid, frame)
-            valid = real if valid is None else valid & real
+            part_valid = _select_batch(part.valid, frame)
+            valid = part_valid if valid is None else valid & part_valid
         elif isinstance(part, Packed):
-            made["q_docs"] = made["k_docs"] = _of_batch(_as_int32(part.documents), frame)
+            result["q_docs"] = result["k_docs"] = _select_batch(_as_int32(part.documents), frame)
         elif isinstance(part, Document):
             assert frame.q_doc is not None and frame.k_doc is not None
             sizes = (frame.n_batch, -1)
-            made["q_docs"] = _as_int32(frame.q_doc).expand(sizes).contiguous()
-            made["k_docs"] = _as_int32(frame.k_doc).expand(sizes).contiguous()
+            result["q_docs"] = _as_int32(frame.q_doc).expand(sizes).contiguous()
+            result["k_docs"] = _as_int32(frame.k_doc).expand(sizes).contiguous()
     if valid is not None:
-        made.update(_hide_keys(valid, made, frame))
-    return made
+        result.update(_hide_keys(valid, result, frame))
+    return result
 
 
-def _of_batch(x: Tensor, frame: Frame) -> Tensor:
-    """The rows of a frame that is part of a larger one; else the tensor itself, as caches know it by identity."""
+def _select_batch(x: Tensor, frame: Frame) -> Tensor:
+    """The batch entries of a frame that is part of a larger one; otherwise x itself, which caches know by identity."""
     return x if len(x) == frame.n_batch else x[frame.first_batch : frame.first_batch + frame.n_batch]
 
 
-def _first_key(frame: Frame) -> int:
-    assert frame.steady is not None
-    return frame.steady[1]
+def _hide_keys(valid: Tensor, mask_options: dict[str, Any], frame: Frame) -> dict[str, Tensor]:
+    """Document ids that hide the keys that are not valid; cached, because every layer needs the same."""
+    if "k_docs" in mask_options:
+        return {"k_docs": torch.where(valid, mask_options["k_docs"], _HIDDEN)}
 
-
-def _hide_keys(valid: Tensor, made: dict[str, Any], frame: Frame) -> dict[str, Tensor]:
-    """Documents in which the keys that are not valid belong to none; kept, as every layer asks for the same."""
-    if "k_docs" in made:
-        return {"k_docs": torch.where(valid, made["k_docs"], _HIDDEN)}
-
-    def make() -> tuple[Tensor, Tensor]:
+    def compute() -> tuple[Tensor, Tensor]:
         q_docs = torch.zeros(frame.n_batch, frame.n_queries, dtype=torch.int32, device=valid.device)
         return q_docs, torch.where(valid, 0, _HIDDEN).to(torch.int32)
 
-    q_docs, k_docs = _keep(valid, frame.n_queries, make)
+    q_docs, k_docs = _cached(valid, frame.n_queries, compute)
     return {"q_docs": q_docs, "k_docs": k_docs}
 
 
-_documents_of: Any = WeakTensorKeyDictionary()
+_document_cache: Any = WeakTensorKeyDictionary()
 
 
 def _as_int32(documents: Tensor) -> Tensor:
-    """A copy in 32 bits, kept as long as the original."""
+    """A 32-bit copy, cached as long as the original lives."""
     if documents.dtype == torch.int32:
         return documents.contiguous()
-    made: Tensor = _keep(documents, None, lambda: documents.to(torch.int32).contiguous())
-    return made
+    copy: Tensor = _cached(documents, None, lambda: documents.to(torch.int32).contiguous())
+    return copy
 
 
-def _keep(source: Tensor, key: int | None, make: Callable[[], Any]) -> Any:
-    """What ``make`` returns, kept as long as ``source`` lives unchanged; a compiled graph keeps its own."""
+def _cached(source: Tensor, key: int | None, compute: Callable[[], Any]) -> Any:
+    """The result of ``compute``, cached as long as ``source`` lives unchanged; not cached in compiled graphs."""
     if torch.compiler.is_compiling():
-        return make()
-    held = _documents_of.get(source)
-    if held is None or held[0] != (source._version, key):
-        held = _documents_of[source] = ((source._version, key), make())
-    return held[1]
+        return compute()
+    entry = _document_cache.get(source)
+    if entry is None or entry[0] != (source._version, key):
+        entry = _document_cache[source] = ((source._version, key), compute())
+    return entry[1]
 
 
 # ---- sparse plans
@@ -257,10 +263,10 @@ def _keep(source: Tensor, key: int | None, make: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Plan:
-    rows: Tensor  # (B or 1, H or 1, blocks of queries, 1 + 2n): a count, then (block of keys, tile)
-    columns: Tensor  # the same by blocks of keys
+    rows: Tensor  # (B or 1, H or 1, blocks of queries, 1 + 2n): the count n, then n pairs (block of keys, tile)
+    columns: Tensor  # the same for blocks of keys
     bits: Tensor  # (tiles, block, block / 32); tile 0 is full
-    mask: Mask  # kept, as the key may hold the identity of its tensors
+    mask: Mask  # keeps the mask's tensors alive, because the cache key contains their ids
 
 
 _plans: OrderedDict[Any, _Plan] = OrderedDict()
@@ -275,32 +281,33 @@ def _sparse_options(parts: list[Mask], frame: Frame) -> dict[str, Any]:
         assert frame.steady is not None
         sizes = (frame.n_queries, frame.n_keys)
         return {"plan": plan_name(mask_words(mask), sizes, frame.steady, str(frame.device), PLAN_BLOCK)}
-    whole = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, frame.first_batch, frame.first_head)
+    shape = (frame.n_batch, frame.n_heads, frame.n_queries, frame.n_keys, frame.first_batch, frame.first_head)
     documents = _tensor_key(frame.q_doc), _tensor_key(frame.k_doc)
-    key = (_identity(mask), whole, frame.steady, frame.device, PLAN_BLOCK, documents)
-    made = _plans.get(key)
-    if made is None:
+    key = (_identity(mask), shape, frame.steady, frame.device, PLAN_BLOCK, documents)
+    result = _plans.get(key)
+    if result is None:
         with torch.no_grad():
-            made = _plans[key] = sparse_plan(mask, frame, PLAN_BLOCK)
+            result = _plans[key] = sparse_plan(mask, frame, PLAN_BLOCK)
         if len(_plans) > _MOST_PLANS:
             _plans.popitem(last=False)
-    return {"row_plan": made.rows, "column_plan": made.columns, "bits": made.bits}
+    return {"row_plan": result.rows, "column_plan": result.columns, "bits": result.bits}
 
 
 def is_constant(mask: Mask) -> bool:
-    """Whether a mask is made of plain numbers, so that it is the same in every call and every batch row."""
+    """Whether all fields of a mask are plain numbers, so that it is the same in every call and batch row."""
     return not isinstance(mask, Document) and all(
         is_constant(x) if isinstance(x, Mask) else isinstance(x, int | float | bool) for x in _values(mask)
     )
 
 
 def mask_words(mask: Mask) -> tuple[Any, ...]:
-    """A constant mask as a tuple of names and numbers, which a compiled graph can be asked about."""
+    """A constant mask as nested tuples of class names and numbers, which a compiled graph can hold as a constant."""
     return type(mask).__name__, *(mask_words(x) if isinstance(x, Mask) else x for x in _values(mask))
 
 
 def _values(mask: Mask) -> list[Any]:
-    return [getattr(mask, name) for name in type(mask).__dataclass_fields__]  # type: ignore[attr-defined]  # every mask is a dataclass
+    names = type(mask).__dataclass_fields__  # type: ignore[attr-defined]  # every mask is a dataclass
+    return [getattr(mask, name) for name in names]
 
 
 def _mask_of(words: tuple[Any, ...]) -> Mask:
@@ -310,27 +317,27 @@ def _mask_of(words: tuple[Any, ...]) -> Mask:
 
 
 def _all_masks(cls: type[Mask]) -> Iterator[type[Mask]]:
-    for below in cls.__subclasses__():
-        yield below
-        yield from _all_masks(below)
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _all_masks(subclass)
 
 
 @constant_in_graphs
 def plan_name(words: tuple[Any, ...], sizes: tuple[int, int], steady: tuple[int, int], device: str, block: int) -> str:
-    """The key under which the kernels find the sparse plan of a constant mask; it is made while a graph is traced."""
+    """The key in ``PLANS`` of a constant mask's sparse plan, which is built while the graph is traced."""
     from ..kernels.flash_ops import PLANS
 
     name = repr((words, sizes, steady, device, block))
     if name not in PLANS:
         frame = Frame.aligned(1, 1, *sizes, device, q_start=steady[0], k_start=steady[1])
         with torch.no_grad():
-            made = sparse_plan(_mask_of(words), frame, block)
-        PLANS[name] = made.rows, made.columns, made.bits
+            result = sparse_plan(_mask_of(words), frame, block)
+        PLANS[name] = result.rows, result.columns, result.bits
     return name
 
 
 def _identity(mask: Mask) -> Any:
-    """What a mask is: its type and fields, tensors by identity and version."""
+    """A hashable key of a mask: its type and fields, with tensors by id and version."""
     if not is_dataclass(mask):
         return id(mask)
     values = (getattr(mask, field.name) for field in fields(mask))
@@ -344,47 +351,50 @@ def _tensor_key(x: Tensor | None) -> Any:
 
 
 def sparse_plan(mask: Mask, frame: Frame, block: int) -> _Plan:
-    """The blocks of queries and keys to compute, with the bits of the mask in each; one stripe of queries at a time."""
-    known_kinds = not any(isinstance(part, Dense) for part in _leaves(mask))  # its bounds cost more than its tiles
+    """The blocks of queries and keys to compute, with the mask's bits in each; one stripe of queries at a time."""
     n_rows, n_cols = -(-frame.n_queries // block), -(-frame.n_keys // block)
-    kinds = plan(mask, frame, (block, block)).kinds if known_kinds else torch.ones(n_rows, n_cols, dtype=torch.long)
-    tiles: dict[bytes, int] = {b"\xff" * (block * block // 8): 0}
+    if any(isinstance(part, Dense) for part in _with_parts(mask)):  # its bounds cost more than its tiles
+        kinds = torch.full((n_rows, n_cols), PARTIAL)
+    else:
+        kinds = plan(mask, frame, (block, block)).kinds
+    tiles: dict[bytes, int] = {b"\xff" * (block * block // 8): 0}  # the number of each distinct tile
     entries: list[list[list[tuple[int, int]]]] = []  # by (batch and head), block of queries
     shape = (1, 1)
     for a, line in enumerate(kinds.tolist()):
-        open_blocks = [c for c, kind in enumerate(line) if kind != EMPTY]
-        partial = [c for c in open_blocks if line[c] != FULL or (c + 1) * block > frame.n_keys]
-        words, shape = _stripe_bits(mask, frame, a, partial, block)
+        visible = [c for c, kind in enumerate(line) if kind != EMPTY]
+        partial = [c for c in visible if line[c] != FULL or (c + 1) * block > frame.n_keys]
+        stripe, shape = _stripe_bits(mask, frame, a, partial, block)
         entries = entries or [[] for _ in range(shape[0] * shape[1])]
-        for which, of_blocks in enumerate(words):
-            numbers = dict.fromkeys(open_blocks, 0)
-            for c, bits in zip(partial, of_blocks, strict=True):
+        for index, tile_bits in enumerate(stripe):
+            numbers = dict.fromkeys(visible, 0)
+            for c, bits in zip(partial, tile_bits, strict=True):
                 numbers[c] = -1 if not any(bits) else tiles.setdefault(bits, len(tiles))
-            entries[which].append([(c, number) for c, number in numbers.items() if number >= 0])
+            entries[index].append([(c, number) for c, number in numbers.items() if number >= 0])
     by_column = [_transpose(lines, n_cols) for lines in entries]
     bits_of_tiles = torch.frombuffer(bytearray(b"".join(tiles)), dtype=torch.int32).view(-1, block, block // 32)
     rows, columns = (_as_tensor(lists, shape).to(frame.device) for lists in (entries, by_column))
     return _Plan(rows, columns, bits_of_tiles.to(frame.device), mask)
 
 
-def _leaves(mask: Mask) -> Iterator[Mask]:
+def _with_parts(mask: Mask) -> Iterator[Mask]:
+    """A mask and all masks it is composed of."""
     yield mask
     for x in vars(mask).values():
         if isinstance(x, Mask):
-            yield from _leaves(x)
+            yield from _with_parts(x)
 
 
 def _stripe_bits(
     mask: Mask, frame: Frame, a: int, partial: list[int], block: int
 ) -> tuple[list[list[bytes]], tuple[int, int]]:
-    """The bits of some blocks of keys against block a of queries, for each (batch, head) the mask tells apart."""
+    """The mask's bits for query block a and some key blocks, and its (batch, heads), each 1 if the mask is shared."""
     rows = slice(a * block, min((a + 1) * block, frame.n_queries))
     device = frame.device
     cols = (torch.tensor(partial or [0], device=device)[:, None] * block + torch.arange(block, device=device)).flatten()
-    seen = mask.tile(rows, cols.clamp(max=frame.n_keys - 1), frame) & (cols < frame.n_keys)
-    b, h, n_rows, _ = seen.shape
-    padded = seen.new_zeros(b * h, block, len(cols))
-    padded[:, :n_rows] = seen.flatten(0, 1).expand(-1, n_rows, -1)
+    allowed = mask.tile(rows, cols.clamp(max=frame.n_keys - 1), frame) & (cols < frame.n_keys)
+    b, h, n_rows, _ = allowed.shape
+    padded = allowed.new_zeros(b * h, block, len(cols))
+    padded[:, :n_rows] = allowed.flatten(0, 1).expand(-1, n_rows, -1)
     bits = padded.view(b * h, block, -1, block // 8, 8).transpose(1, 2)
     octets = (bits.to(torch.uint8) << torch.arange(8, device=device, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
     data, size = octets.cpu().numpy().tobytes(), block * block // 8
@@ -393,6 +403,7 @@ def _stripe_bits(
 
 
 def _transpose(lines: list[list[tuple[int, int]]], n_columns: int) -> list[list[tuple[int, int]]]:
+    """Lists of (column, tile) by row → lists of (row, tile) by column."""
     columns: list[list[tuple[int, int]]] = [[] for _ in range(n_columns)]
     for a, line in enumerate(lines):
         for c, number in line:
@@ -401,8 +412,8 @@ def _transpose(lines: list[list[tuple[int, int]]], n_columns: int) -> list[list[
 
 
 def _as_tensor(lists: list[list[list[tuple[int, int]]]], shape: tuple[int, int]) -> Tensor:
-    """Lists by (batch and head), block → (B, H, blocks, 1 + 2n) int32: a count, then the pairs."""
-    longest = max(len(line) for lines in lists for line in lines)
-    every_line = [line for lines in lists for line in lines]
-    rows = [[len(line), *(x for pair in line for x in pair), *[0] * 2 * (longest - len(line))] for line in every_line]
+    """Lists of pairs by (batch and head), block → (B, H, blocks, 1 + 2n) int32: a count, then the pairs."""
+    lines = [line for of_head in lists for line in of_head]
+    longest = max(map(len, lines))
+    rows = [[len(line), *itertools.chain(*line), *[0] * 2 * (longest - len(line))] for line in lines]
     return torch.tensor(rows, dtype=torch.int32).view(*shape, -1, 1 + 2 * longest)

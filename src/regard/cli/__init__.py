@@ -1,8 +1,8 @@
-"""The command line: thin. Each command reads its options, calls the library, and prints the answer.
+"""The command line, a thin layer: each command reads its options, calls the library, and prints the result.
 
-Commands raise; `main` alone turns exceptions into exit codes (0 ok, 1 failure, 2 usage, 3 bad model file,
-4 diverged, 130 Ctrl-C). Progress goes to stderr; with `--json` stdout carries one document and nothing else.
-Nothing heavy is imported before a command has read its options: help and usage errors come at once.
+Commands raise exceptions; only `main` turns them into exit codes (0 ok, 1 failure, 2 usage, 3 bad model file,
+4 diverged, 130 Ctrl-C). Progress goes to stderr; with `--json`, stdout carries one document and nothing else.
+Heavy imports come after a command has read its options, so that help and usage errors appear at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from . import (
     experiment_commands,
     export_command,
     generation_commands,
+    learn_command,
     look_command,
+    retrieval_commands,
+    serve_command,
     terminal,
     train_commands,
 )
@@ -44,27 +47,27 @@ def _load_examples() -> dict[str, list[tuple[str, str]]]:
         if line.startswith("["):
             rows = examples[line.strip("[]")] = []
         elif line and not line.startswith("#"):
-            typed, _, what_for = line.partition("  # ")
-            rows.append((typed, what_for))
+            command, _, what_for = line.partition("  # ")
+            rows.append((command, what_for))
     return examples
 
 
-EXAMPLES = _load_examples()  # by the command's name: what is typed, what for; `regard` is the program itself
+EXAMPLES = _load_examples()  # (command line, purpose) by command name; `regard` is the program itself
 
 
 def epilog(name: str) -> str | None:
-    """The examples of a command as they stand at the end of its help; None where there are none."""
+    """The examples of a command, formatted for the end of its help; None if it has none."""
     if name not in EXAMPLES:
         return None
     lines = ["[bold]Examples[/bold]"]
     for row in EXAMPLES[name]:
-        typed, what_for = (text.replace("[", r"\[") for text in row)  # square brackets are markup in a help text
-        lines += [f"[dim]# {what_for}[/dim]", typed]
+        command, what_for = (text.replace("[", r"\[") for text in row)  # square brackets are markup in help texts
+        lines += [f"[dim]# {what_for}[/dim]", command]
     return "\n".join(lines)
 
 
 class _LocalisedHelp:
-    """Help in the reader's language. A flag is on or off: its help shows no type."""
+    """Help in the reader's language. Flags are shown without a type."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         for name in ("help", "short_help", "epilog", "rich_help_panel"):
@@ -73,11 +76,11 @@ class _LocalisedHelp:
         super().__init__(*args, **options)
 
     def get_usage(self, ctx: Any) -> str:
-        usage: str = super().get_usage(ctx)  # type: ignore[misc]  # of typer's class, which comes next
+        usage: str = super().get_usage(ctx)  # type: ignore[misc]  # defined in typer's class, the next base
         return usage.replace("Usage:", localise("Usage:"), 1)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of typer's class, too
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # as above
         for param in params:
             if getattr(param, "is_flag", False) and param.metavar is None:
                 param.metavar = ""
@@ -88,13 +91,13 @@ class _LocalisedHelp:
 
 
 def _paragraph(text: str) -> str:
-    """A paragraph of a docstring in one line, as the catalog has it; the lines of examples stay lines."""
+    """A paragraph of a docstring on one line, as in the catalog; the lines of examples are kept."""
     return text if text.startswith("[") else " ".join(text.split())
 
 
 @contextmanager
 def localised_typer() -> Iterator[None]:
-    """Inside the block, what typer itself says is in the reader's language too."""
+    """Context in which typer's own messages are in the reader's language."""
     if environment_language() == "en":
         yield
         return
@@ -110,13 +113,13 @@ def localised_typer() -> Iterator[None]:
         report(error)
 
     def strip_columns(line: Text, size: int) -> None:
-        """What rich means by `rstrip_end`, which counts characters where Korean ones take two columns each: a line
-        that fills its cell lost its last word to an ellipsis."""
+        """`Text.rstrip_end` by columns. rich counts characters, but Korean ones take two columns each, so that a line
+        that fills its cell would lose its last word to an ellipsis."""
         if (n := min(len(line) - len(line.plain.rstrip()), line.cell_len - size)) > 0:
             line.right_crop(n)
 
     try:
-        setattr(Text, "rstrip_end", strip_columns)  # noqa: B010  # an assignment is no type that mypy knows
+        setattr(Text, "rstrip_end", strip_columns)  # noqa: B010  # mypy rejects a plain assignment to a method
         localised = {name: localise(text) for name, text in texts.items()}
         vars(rich_utils).update(localised, rich_format_error=report_localised)
         yield
@@ -130,11 +133,11 @@ class Command(_LocalisedHelp, TyperCommand):
 
 
 class CommandGroup(_LocalisedHelp, TyperGroup):
-    """The program, or commands under one name."""
+    """The program, or a group of commands."""
 
 
 def finish_commands(app: typer.Typer, path: str = "") -> None:
-    """Give every command of the program its examples, and its flags no type."""
+    """Give every command its class and its examples."""
     for command in app.registered_commands:
         name = f"{path} {command.name}".strip()
         command.cls, command.epilog = Command, epilog(name) or command.epilog
@@ -144,7 +147,7 @@ def finish_commands(app: typer.Typer, path: str = "") -> None:
             finish_commands(group.typer_instance, f"{path} {group.name}".strip())
 
 
-LEARN, TRAIN, LOOK, SHIP, RESEARCH = "Learn", "Train", "Look", "Ship", "Research"  # what commands are for
+LEARN, TRAIN, LOOK, SHIP, RESEARCH = "Learn", "Train", "Look", "Ship", "Research"  # the help panels
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -155,6 +158,7 @@ app = typer.Typer(
 )
 app.command("demo", rich_help_panel=LEARN)(demo_command.demo)
 app.command("doctor", rich_help_panel=LEARN)(doctor_command.doctor)
+app.add_typer(learn_command.learn_app, name="learn", rich_help_panel=LEARN)
 app.add_typer(data_command.data_app, name="data", rich_help_panel=TRAIN)
 app.command("train", rich_help_panel=TRAIN)(train_commands.train)
 app.command("eval", rich_help_panel=TRAIN)(train_commands.evaluate)
@@ -163,21 +167,26 @@ app.command("distill", rich_help_panel=TRAIN)(train_commands.distill)
 app.command("backtranslate", rich_help_panel=TRAIN)(train_commands.backtranslate)
 app.command("look", rich_help_panel=LOOK)(look_command.look)
 app.command("circuit", rich_help_panel=LOOK)(look_command.circuit)
-app.command("serve", rich_help_panel=LOOK)(demo_command.serve)
+app.command("serve", rich_help_panel=LOOK)(serve_command.serve)
+app.command("lens", rich_help_panel=LOOK)(look_command.lens)
 app.command("info", rich_help_panel=LOOK)(data_command.info)
 app.command("translate", rich_help_panel=SHIP)(generation_commands.translate)
 app.command("generate", rich_help_panel=SHIP)(generation_commands.generate)
 app.command("classify", rich_help_panel=SHIP)(generation_commands.classify)
 app.command("caption", rich_help_panel=SHIP)(generation_commands.caption)
+app.command("embed", rich_help_panel=SHIP)(retrieval_commands.embed)
+app.command("index", rich_help_panel=SHIP)(retrieval_commands.index)
+app.command("answer", rich_help_panel=SHIP)(retrieval_commands.answer)
 app.command("export", rich_help_panel=SHIP)(export_command.export)
+app.command("deploy", rich_help_panel=SHIP)(serve_command.deploy)
 app.command("ablate", rich_help_panel=RESEARCH)(experiment_commands.ablate)
 app.command("cost", rich_help_panel=RESEARCH)(experiment_commands.cost)
 app.add_typer(experiment_commands.bench_app, name="bench", rich_help_panel=RESEARCH)
 finish_commands(app)  # after the last command
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         print(f"regard {__version__}")
         raise typer.Exit()
 
@@ -197,32 +206,32 @@ def set_global_options(
 
 
 def _is_out_of_memory(failure: Exception) -> bool:
-    """On a GPU torch raises a class of its own; on a CPU it only says so, as do libraries in Rust."""
-    said = any(words in str(failure) for words in ("can't allocate memory", "Cannot allocate memory"))
-    return said or isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
+    """torch has an exception of its own for a GPU; for a CPU, as in Rust libraries, only the message tells."""
+    has_message = any(words in str(failure) for words in ("can't allocate memory", "Cannot allocate memory"))
+    return has_message or isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
 
 
 @cache
 def build_commands(language: str) -> Any:
-    """The commands with their help in this language. typer reads every signature anew for each, which takes a while."""
+    """The commands with their help in this language; cached, because typer takes a while to read every signature."""
     return typer.main.get_command(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the only place where exceptions become exit codes."""
+    """Run a command and return its exit code; the only place where exceptions become exit codes."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = GlobalOptions(command=["regard", *arguments])
     terminal.allow_any_text()
     try:
         with localised_typer():
             build_commands(environment_language())(args=arguments, prog_name="regard", obj=options)
-    except SystemExit as end:  # typer has already printed a usage error (2) or seen Ctrl-C (130)
+    except SystemExit as end:  # typer has already reported a usage error (2) or Ctrl-C (130)
         return end.code if isinstance(end.code, int) else 0
     except KeyboardInterrupt:
         return 130
     except (RegardError, ValueError, TypeError, OSError, ImportError, MemoryError, RuntimeError) as failure:
         if isinstance(failure, RuntimeError) and not _is_out_of_memory(failure):
-            raise  # unforeseen: mending it needs the traceback
+            raise  # a bug, so the traceback is needed
         if options.debug:
             traceback.print_exc()
         elif _is_out_of_memory(failure):

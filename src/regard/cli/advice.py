@@ -1,6 +1,6 @@
-"""What to type next: a clause added to an error message where the command line knows more than the library.
+"""Hints that the command line adds to the library's error messages.
 
-A missing directory gets the nearest run, a model that cannot do what was asked gets the command that fits it.
+A missing directory gets the name of the nearest run; a model that does not suit a command gets the command that does.
 """
 
 from __future__ import annotations
@@ -13,25 +13,40 @@ from regard.errors import Diverged
 from regard.foundation.checks import did_you_mean, nearest_name
 
 _MODEL_COMMANDS = (
-    *("generate", "translate", "backtranslate", "classify", "caption", "look", "export", "serve", "info", "eval"),
+    *(
+        "generate",
+        "translate",
+        "backtranslate",
+        "classify",
+        "caption",
+        "embed",
+        "answer",
+        "look",
+        "export",
+        "serve",
+        "info",
+        "eval",
+    ),
     "cost",
 )
-# By task, where the command is not called as the task.
+# The command for a task, if their names differ.
 _COMMAND_OF_TASK = {
     "lm": "generate",
     "sft": "generate",
     "dpo": "generate",
     "classify-images": "classify",
     "tag": "classify",
+    "contrast": "classify",
     "mlm": "look",
     "features": "look",
 }
 _UNABLE = (
-    *("does not continue", "does not translate", "does not caption", "does it know classes", "writes no text"),
+    *("does not continue", "does not translate", "does not caption", "but classification needs", "writes no text"),
+    "does not embed",
     "not text: regard.",
 )
 _MAX_ENTRIES = 500
-_OPTION_SPELLINGS = {  # of the library: of the command line
+_OPTION_SPELLINGS = {  # spelling in the library: on the command line
     "bad_lines='skip'": "data.bad_lines=skip",
     ": columns=": ": data.columns=",
     "truncate=True": "--truncate",
@@ -41,20 +56,20 @@ _OPTION_SPELLINGS = {  # of the library: of the command line
 
 
 def advise(command_line: Sequence[str], failure: Exception) -> str:
-    """``; did you mean runs/demo?``, or nothing where nothing better is known."""
+    """A hint such as ``; did you mean runs/demo?``, or "" if there is none."""
     message = str(failure)
     words = [word for word in command_line[1:] if not word.startswith("-")]
     command = words[0] if words else ""
     if match := re.search(r"there is no (?:run and no model )?directory '?([^';]+)'?", message):
         return _advise_directory(match[1], command)
-    if match := re.match(r"(.+) has no run\.json, so it is no training run", message):
+    if match := re.match(r"(.+) has no run\.json, so it is not a training run", message):
         if (Path(match[1]) / "config.json").is_file():
             return f"; it is a model: regard train TASK train.init={match[1]} starts from its weights"
         runs = [run for run in _models_near(match[1]) if (Path(run) / "run.json").is_file()]
         return _nearest_or_newest(match[1], runs) or "; regard train --list shows what can be trained"
-    if match := re.match(r"(.+) has no checkpoint yet|(.+) is a run that has not come to its end", message):
-        return f"; regard train --resume {match[1] or match[2]} goes on with it"
-    if match := re.match(r"(.+) has no config\.json, so it is no model directory", message):
+    if match := re.match(r"(.+) has no checkpoint yet|(.+) is an unfinished run", message):
+        return f"; regard train --resume {match[1] or match[2]} resumes it"
+    if match := re.match(r"(.+) has no config\.json, so it is not a model directory", message):
         return _nearest_or_newest(match[1], _models_near(match[1])) or "; regard train --list shows how to train one"
     if match := re.search(r"there is no file ([^;]+)", message):
         return _nearest(match[1], _entries(Path(match[1]).parent))
@@ -65,7 +80,7 @@ def advise(command_line: Sequence[str], failure: Exception) -> str:
     lines = [str(line) for line in getattr(failure, "lines", ())]
     images_given = any("data.images=" in word for word in command_line)
     if lines and all("no such file" in line for line in lines) and not images_given:
-        return "; data.images=FOLDER says where the images lie"
+        return "; data.images=FOLDER sets the folder of the images"
     if isinstance(failure, Diverged):
         return "; a smaller train.lr or a longer train.warmup often helps"
     if "learns from" in message and (match := re.match(r"(\S+) holds ", message)):
@@ -78,7 +93,7 @@ def advise(command_line: Sequence[str], failure: Exception) -> str:
 
 
 def in_command_line_terms(message: str) -> str:
-    """A message with the library's options spelt as they are typed here."""
+    """A message with the library's options spelt as on the command line."""
     for library, option in _OPTION_SPELLINGS.items():
         message = message.replace(library, option)
     return message
@@ -96,7 +111,7 @@ def _advise_directory(path: str, command: str) -> str:
 
 
 def _advise_word(word: str) -> str:
-    """``train translate pairs.tsv``: what was meant by a word without a sign."""
+    """A hint for a word without "=", as in ``train translate pairs.tsv``."""
     from regard.data.corpora import CORPORA
     from regard.presets import PRESETS
 
@@ -111,8 +126,8 @@ def _nearest_or_newest(path: str, runs: Sequence[str]) -> str:
 
 
 def _nearest(path: str, paths: Sequence[str]) -> str:
-    """``; did you mean runs/demo?`` by the last names, since all paths of a folder begin alike."""
-    by_name = {Path(each).name: each for each in paths}
+    """``; did you mean runs/demo?``, judged by the last parts of the paths, as those in a folder begin alike."""
+    by_name = {Path(candidate).name: candidate for candidate in paths}
     nearest = nearest_name(Path(path).name, by_name, dotted=False)
     return did_you_mean(path, paths, 0.85, dotted=False) if nearest is None else f"; did you mean {by_name[nearest]}?"
 
@@ -122,7 +137,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _models_near(path: str) -> list[str]:
-    """Runs and model directories beside a path, in it, and in runs/, the newest last."""
+    """Runs and model directories next to a path, in it, and in runs/; the newest last."""
     times: dict[str, float] = {}
     for folder in (Path(path).parent, Path(path), Path("runs"), Path("runs/demo")):
         for entry in list(folder.iterdir())[:_MAX_ENTRIES] if folder.is_dir() else ():
@@ -133,12 +148,13 @@ def _models_near(path: str) -> list[str]:
 
 
 def _advise_command(words: Sequence[str]) -> str:
-    """The command that suits a model."""
+    """A hint at the command that suits the model named by ``words``."""
     from regard.io import describe
     from regard.web.served_models import task_name
 
     try:
         task = task_name(describe(words[0], verify=False).config)
-    except Exception:  # advice is never worth a second failure
+    except Exception:  # a hint must not cause a second failure
         return ""
-    return f"; it is for {task}: regard {_COMMAND_OF_TASK.get(task, task)} {words[0]}"
+    options = " --classes NAMES" if task == "contrast" else ""
+    return f"; it is for {task}: regard {_COMMAND_OF_TASK.get(task, task)} {words[0]}{options}"

@@ -1,6 +1,6 @@
-"""Bulk answers on the command line: each input's answer printed, as JSON, or written to a file.
+"""Bulk answers on the command line: printed, as one JSON document, or written to a file.
 
-The work is `regard.generation.bulk_prediction`; here are the forms that answers take and where they go.
+`regard.generation.bulk_prediction` does the work; this module formats the answers and decides where they go.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from regard.errors import UsageError
 
 from . import terminal
+from .bulk_jobs import answer_elsewhere, hand_over
 
 if TYPE_CHECKING:
     from regard.data.record_files import Record, Records
@@ -29,12 +32,12 @@ def answer_to_dict(texts: Any) -> Answer:
 
 
 def join_texts(texts: list[Answer]) -> Answer:
-    """The best text for an input, and all of them where there are several."""
+    """The best text for an input; with several texts, also all of them as n_best."""
     return {**texts[0], **({"n_best": texts} if len(texts) > 1 else {})}
 
 
 def text_lines(answer: Answer) -> str:
-    """A line for each text; where there are several for one input, after its score."""
+    """One line per text; with several texts for an input, each line begins with the score."""
     texts, echo = answer.get("n_best", [answer]), answer.get("echo", "")
     return "\n".join(f"{x['score']:.4f}\t{echo}{x['text']}" if len(texts) > 1 else f"{echo}{x['text']}" for x in texts)
 
@@ -47,7 +50,8 @@ def text_answerer(
     line: Callable[[Answer], str] = text_lines,
     n_best: int = 1,
 ) -> Answerer:
-    """Of the commands that write text: answers with a ``text`` and a ``score``; of a table, columns for each of n."""
+    """The answerer of a command that generates text: answers have a ``text`` and a ``score``; a table gets columns for
+    each of the ``n_best`` texts."""
     from regard.generation.bulk_prediction import Answerer
 
     suffixes = ["", *(f"_{n}" for n in range(2, n_best + 1))]
@@ -61,6 +65,7 @@ def text_answerer(
 
 
 def predict(
+    ctx: typer.Context,
     model: str,
     max_len: int,
     answerer: Answerer,
@@ -70,7 +75,9 @@ def predict(
     settings: dict[str, Any],
     **document: Any,
 ) -> None:
-    """Answer records, or the lines of stdin as they come where there are none; print, or write to a file."""
+    """Answer records and print the answers or write them to a file; without records, answer stdin line by line."""
+    if hand_over(answerer):
+        return
     from regard.data.record_files import row_encoder, text_records
     from regard.generation import bulk_prediction as bulk
 
@@ -78,20 +85,21 @@ def predict(
         if out is not None:
             raise UsageError(f"--stream answers on stdout: leave out --out {out}")
         for number, text in zip(count(1), terminal.stdin_lines(), strict=False):
-            one = text_records([text], "stdin", number)
-            bulk.check_records(one, answerer.check)
-            ((_, answer),) = next(bulk.answer_records(one.read(), answerer, 1))
+            record = text_records([text], "stdin", number)
+            bulk.check_records(record, answerer.check)
+            ((_, answer),) = next(bulk.answer_records(record.read(), answerer, 1))
             line = terminal.one_line(answerer.line(answer))
             _write(json.dumps({"input": text, **answer}, ensure_ascii=False) if as_json else line)
         return
     if records.form == "parquet" and out is None and not as_json:
-        raise UsageError(f"{records.name} cannot be printed: --out F.parquet says where to write, or --json")
-    summary = bulk.check_records(records, answerer.check)  # nothing is written where one of them is refused
+        raise UsageError(f"{records.name} cannot be printed: give --out F.parquet or --json")
+    summary = bulk.check_records(records, answerer.check)  # raises before anything is written if a record is refused
     unit = "lines" if records.form == "lines" else "rows"
     if out is not None:
         settings = {"model": model, "weights": bulk.newest_weights(model), **settings}
         options: dict[str, Any] = {"batch_size": _LINES_AT_ONCE, "progress": terminal.progress}
-        bulk.predict_to_file(records, answerer, summary, out, settings=settings, **options)
+        with answer_elsewhere(ctx, n_batches=-(-summary.n_rows // _LINES_AT_ONCE)) as options["answer_batches"]:
+            bulk.predict_to_file(records, answerer, summary, out, settings=settings, **options)
         if as_json:
             terminal.print_json({"model": model, **document, "out": str(out), **summary.to_dict()})
     results: list[Answer] = []
@@ -117,7 +125,7 @@ def predict(
 
 
 def _with_name(records: Records, record: Record, answer: Answer, answerer: Answerer) -> str:
-    """A line of the answer; of an image in a folder, after its name."""
+    """An answer as a line; for an image in a folder, the line begins with its name."""
     line = answerer.line(answer)
     return f"{record.fields['image']}\t{line}" if records.form == "folder" else line
 

@@ -1,4 +1,4 @@
-"""What a shell offers at the tab key. Nothing here imports torch: an answer must come within a blink."""
+"""Shell completion. Nothing here imports torch, because completions must appear at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import typer
 
 _MAX_ENTRIES = 200
-_RUN_FILES = ("run.json", "config.json")  # of a training run, of a model directory
+_RUN_FILES = ("run.json", "config.json")  # mark a training run and a model directory
 _HIDDEN = {"node_modules", "__pycache__"}
 
-Offer = str | tuple[str, str]  # what may be typed, alone or with a few words about it
+Offer = str | tuple[str, str]  # a completion, optionally with a short description
 
 
 def choices(*names: str) -> Callable[[str], list[str]]:
@@ -21,7 +21,7 @@ def choices(*names: str) -> Callable[[str], list[str]]:
 
 
 def tasks(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """After `regard train`: a task, or a field where --preset names the task."""
+    """After `regard train`: a task, or a field if --preset names the task."""
     from regard.recipes import TASKS
 
     is_field = "." in incomplete or "=" in incomplete
@@ -35,11 +35,11 @@ def recipes(incomplete: str) -> list[Offer]:
 
 
 def words(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """`section.field=`, and after the sign the values of the field."""
+    """`section.field=`, and after "=" the values of the field."""
     from regard.config.overrides import fields_to_dict
 
     before: list[str] = list(ctx.params.get("words") or ())
-    if len(before) > 1 and before[-1] == "=":  # bash splits a word at its sign
+    if len(before) > 1 and before[-1] == "=":  # bash splits words at "="
         return [offer.partition("=")[2] for offer in _values(before[-2], incomplete)]
     name, equals, value = incomplete.partition("=")
     if equals:
@@ -53,7 +53,7 @@ def words(ctx: typer.Context, incomplete: str) -> list[Offer]:
 
 
 def _values(name: str, start: str) -> list[str]:
-    """`name=value` for each value that begins so."""
+    """`name=value` for each value that begins with ``start``."""
     from regard.config.overrides import SECTIONS, format_value, literal_choices
 
     values: Iterable[str] = ()
@@ -69,7 +69,7 @@ def _values(name: str, start: str) -> list[str]:
     elif name == "model.mixer":
         from regard.config.mixers import mixer_names
 
-        values = mixer_names()  # without importing: the tab key runs nobody's code
+        values = mixer_names()  # without importing: completion must not run a user's code
     elif section in SECTIONS and field in SECTIONS[section].model_fields:
         annotation = SECTIONS[section].model_fields[field].annotation
         values = map(format_value, (True, False) if annotation is bool else literal_choices(annotation))
@@ -77,7 +77,7 @@ def _values(name: str, start: str) -> list[str]:
 
 
 def models(incomplete: str) -> list[Offer]:
-    """Runs and model directories; those in runs/ are offered before anything is typed."""
+    """Runs and model directories; those in runs/ are offered even before anything is typed."""
     runs = [] if incomplete.startswith("runs/") else list(_paths("runs/", files=False))
     offers: list[Offer] = [path for path in runs if path.startswith(incomplete) and not path.endswith("/")]
     return [*offers, *_paths(incomplete, files=False)][:_MAX_ENTRIES]

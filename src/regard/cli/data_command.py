@@ -1,4 +1,4 @@
-"""`regard data describe` and `regard info`: what a data source or a model directory holds."""
+"""`regard data describe` and `regard info`: the contents of a data source or a model directory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 data_app = typer.Typer(help="Look at data before training on it.", no_args_is_help=True)
 
-# What training puts around a text, which counts too.
+# The special tokens that training adds to a text, which count towards its length.
 _TEMPLATES: dict[str, Literal["none", "eos", "bos-eos"]] = {"text": "none", "labelled": "bos-eos", "tagged": "bos-eos"}
 _MAX_TRAINING_EXAMPLES = 200_000
-# Pictures of an embedded corpus are drawn one by one, and few of them already say all there is to say.
+# The images of the embedded corpus are drawn one by one, and their captions repeat soon.
 _MAX_IMAGES = 5_000
 
 
@@ -39,13 +39,13 @@ def describe(
     tokenizer: Annotated[
         str | None, option("KIND", "chars, bytes, words, bpe, unigram or a tokenizer.json; none counts no tokens.")
     ] = None,
-    max_len: Annotated[int | None, option("N", "Most tokens of a text.", least=1)] = None,
+    max_len: Annotated[int | None, option("N", "Maximum number of tokens in a text.", least=1)] = None,
     examples: Annotated[int, typer.Option(min=0, metavar="N", help="Examples to show.")] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Counts, lengths, repeats, train/valid leaks, bad lines, and what training would drop or cut short, and why.
+    """Show counts, lengths, repeats, train/valid leaks, bad lines, and what training would drop or truncate, and why.
 
-    Files with bad lines are refused, each line being named; data.bad_lines=skip leaves them out and counts them.
+    A file with bad lines is refused, and each line is named; data.bad_lines=skip leaves them out and counts them.
     """
     from regard.config import DataConfig
     from regard.config.overrides import build_section, parse_overrides
@@ -59,18 +59,18 @@ def describe(
     from regard.data.describe import describe as describe_source
     from regard.data.sources import open_source
 
-    with silence_warnings("regard.data.sources"):  # the description lists what was left out
+    with silence_warnings("regard.data.sources"):  # the description lists the lines that were left out
         opened = open_source(config)
     terminal.progress(f"{opened.name}: {len(opened.train):,} examples")
     first, second = _train_tokenizers(opened, kind, config)
-    # A language model reads its documents in rows of max_len, one after the other: none of them loses anything.
+    # A language model reads its documents in consecutive rows of max_len, so that nothing is cut off.
     target = config.max_target_len if opened.kind == "captions" else None
-    most = None if opened.kind == "text" else target or config.max_len
-    terminal.print_result(describe_source(opened, first, second, max_len=most, n_examples=examples), as_json)
+    limit = None if opened.kind == "text" else target or config.max_len
+    terminal.print_result(describe_source(opened, first, second, max_len=limit, n_examples=examples), as_json)
 
 
 def _tokenizer_kind(config: DataConfig) -> str:
-    """What the option names, checked before anything is read; auto is what training takes it for."""
+    """The kind of tokenizer, checked before anything is read; auto is bpe, as in training."""
     from regard.config.data_config import TOKENIZER_FILES, TokenizerKind
     from regard.foundation.checks import did_you_mean
 
@@ -78,14 +78,14 @@ def _tokenizer_kind(config: DataConfig) -> str:
     kind = "bpe" if config.tokenizer == "auto" else config.tokenizer
     if kind not in (*kinds, "none") and not kind.endswith(TOKENIZER_FILES):
         files = "nor a tokenizer.json or a SentencePiece .model"
-        raise UsageError(f"{kind!r} is none of {', '.join(kinds)}, {files}{did_you_mean(kind, kinds)}")
+        raise UsageError(f"{kind!r} is not one of {', '.join(kinds)}, {files}{did_you_mean(kind, kinds)}")
     return kind
 
 
 def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
-    """Those that training would use: the one for both sides, or for each side its own."""
+    """The tokenizers that training would use: one for both sides, or one for each."""
     from regard.config.data_config import TOKENIZER_FILES
-    from regard.data.examples import Chat, ImageExample, Labelled, Pair, Preference, Tagged, Text
+    from regard.data.examples import Chat, ImageExample, Labelled, Pair, Preference, Question, Tagged, Text, Triplet
     from regard.text.sentencepiece_model import load_tokenizer
     from regard.text.tokenizer_training import train_tokenizer
 
@@ -109,6 +109,10 @@ def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[To
                 texts.extend(content for _, content in messages)
             case Preference(prompt, chosen, rejected):
                 texts.extend([*(content for _, content in prompt), chosen, rejected])
+            case Triplet(anchor, positive, negative):
+                texts += [anchor, positive, negative]
+            case Question(question, answer, passages):
+                texts += [question, answer, *passages]
             case ImageExample(captions=captions):
                 texts.extend(captions)
     size = config.vocab_size if kind in ("bpe", "unigram") else None
@@ -119,15 +123,15 @@ def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[To
 
 def info(
     directory: Annotated[
-        Path, typer.Argument(help="A model directory, of regard or of Hugging Face.", autocompletion=completion.models)
+        Path, typer.Argument(help="A model directory of regard or Hugging Face.", autocompletion=completion.models)
     ],
     verify: Annotated[bool, flag("--verify/--no-verify", "Compare every file with manifest.json.")] = True,
     allow_pickle: Annotated[
-        bool, flag("--allow-pickle", "Read pytorch_model.bin where there is no safetensors file.")
+        bool, flag("--allow-pickle", "Read pytorch_model.bin if there is no safetensors file.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What a model directory holds: architecture, parameters, config, files, and whether they are what was written."""
+    """Show a model directory: architecture, parameters, config, files, and whether they match the manifest."""
     from regard.io import describe
 
     terminal.print_result(describe(directory, allow_pickle=allow_pickle, verify=verify), as_json)

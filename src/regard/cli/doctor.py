@@ -1,4 +1,4 @@
-"""`regard doctor`: what this machine has, what is missing, what that would add, and what to type for it."""
+"""`regard doctor`: what is installed, what is missing, what it would add, and how to install it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from . import terminal
 from .options import AsJson
 
 _PACKAGES = tomllib.loads(Path(__file__).with_name("doctor_packages.toml").read_text(encoding="utf-8"))
-CORE: dict[str, str] = _PACKAGES["core"]  # the lowest version that will do
+CORE: dict[str, str] = _PACKAGES["core"]  # minimum versions
 EXTRAS: dict[str, tuple[dict[str, str], str]] = {
     name: (extra["packages"], extra["adds"]) for name, extra in _PACKAGES["extras"].items()
 }
@@ -33,19 +33,19 @@ _IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml", "llama-cpp-python": "llama_cp
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     group: str
     name: str
-    state: str  # ok, note (something could be added), broken (the core needs it)
+    state: str  # ok, note (optional and missing), broken (the core needs it)
     text: str
-    type: str = ""  # what to type to mend it
+    type: str = ""  # the command that fixes it
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """What this machine has, what is missing, what that would add and what to type for it.
+    """Show what is installed, what is missing, what it would add, and how to install it.
 
-    The exit code is 1 where something that the core needs is broken, else 0.
+    The exit code is 1 if something that the core needs is broken, else 0.
     """
     findings = list(examine())
     broken = [finding.name for finding in findings if finding.state == "broken"]
@@ -66,7 +66,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything, in the order it is shown."""
+    """Yield all findings, in the order in which they are shown."""
     yield from _programs()
     core = list(_core())
     yield from core
@@ -95,7 +95,7 @@ def _core() -> Iterator[Finding]:
         try:
             if version is not None:
                 importlib.import_module(_IMPORTED_AS.get(name, name))
-        except Exception as failure:  # a package that is broken may raise anything
+        except Exception as failure:  # a broken package may raise anything
             problem, install = f"cannot be imported: {_one_line(failure)}", f"{install} --force-reinstall"
         if version is None:
             yield Finding("core", name, "broken", "not installed", install)
@@ -106,7 +106,7 @@ def _core() -> Iterator[Finding]:
 
 
 def _extra(extra: str, packages: dict[str, str], adds: str) -> Finding:
-    """Optional ones are not imported: that would take seconds."""
+    """The finding about an extra; its packages are not imported, which would take seconds."""
     versions = {name: version_of(name) for name in packages}
     missing = [
         name for name, version in versions.items() if version is None or find_spec(_IMPORTED_AS.get(name, name)) is None
@@ -132,7 +132,7 @@ def _one_line(failure: Exception) -> str:
 
 
 def numbers(version: str | None) -> tuple[int, ...]:
-    """`2.13.0+cpu` → (2, 13, 0): what comparing needs."""
+    """`2.13.0+cpu` → (2, 13, 0), for comparison."""
     parts = (version or "").partition("+")[0].split(".")
     return tuple(int(part) if part.isdecimal() else 0 for part in parts)
 
@@ -165,7 +165,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _attention() -> Finding:
-    """A calculation, not a version: the fused path against the formula."""
+    """Compute attention with the fused path and compare it with the formula."""
     import torch
 
     from regard import attend
@@ -175,7 +175,7 @@ def _attention() -> Finding:
     try:
         fast = attend(q, k, v, mask=causal()).output
         slow = attend(q, k, v, mask=causal(), backend="reference").output
-    except Exception as failure:  # whatever is wrong with torch here is the finding
+    except Exception as failure:  # a failure of torch is reported as the finding
         return Finding("devices", "attention", "broken", f"cannot be computed: {_one_line(failure)}")
     worst = float((fast - slow).abs().max())
     if not worst < 1e-4:
@@ -204,15 +204,15 @@ def _surroundings() -> Iterator[Finding]:
 
 
 def _writable(name: str, folder: Path, otherwise: str, *, needed: bool) -> Finding:
-    """Whether a file can be written there, tried; of a folder that is not there yet, in the first one that is."""
-    place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    """Whether a file can be created in a folder, or in its nearest existing parent."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
     try:
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".regard-"):
+        with tempfile.NamedTemporaryFile(dir=existing, prefix=".regard-"):
             pass
     except OSError as failure:
         why = f"{folder} cannot be written to ({failure.strerror or failure}): {otherwise}"
         return Finding("around", name, "broken" if needed else "note", why)
-    free = shutil.disk_usage(place).free / 2**30
+    free = shutil.disk_usage(existing).free / 2**30
     return Finding("around", name, "ok", f"{folder} can be written to, {free:.0f} GiB free")

@@ -1,17 +1,20 @@
-"""`regard ablate`, `bench` and `cost`: experiments, measurements, and what a model costs before it is built."""
+"""`regard ablate`, `bench` and `cost`: experiments, measurements, and the cost of a model before it is built."""
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from regard.errors import UsageError
+from regard.foundation.files import write_atomic
 from regard.foundation.language import localise
 
 from . import completion, terminal
-from .options import AsJson, Device, Words, argument, flag, option
+from .options import AsJson, Device, On, Words, argument, flag, option
 from .terminal import split_commas
 
 
@@ -22,32 +25,32 @@ def ablate(
             "NAME",
             "heads, d_k, d_ff, depth, size, dropout, positions, norm, residual, attention, mask, label-smoothing, "
             "warmup, mechanisms, extrapolation, paper, scaling; a grid as a TOML file; or the directory of a sweep to "
-            "go on with.",
+            "resume.",
         ),
     ] = None,
     words: Words = None,
-    seeds: Annotated[int | None, option(None, "Runs of every cell.", least=1, default="3")] = None,
-    jobs: Annotated[int | None, option(None, "Runs at once.", least=1, default="one a core; 4 on a GPU")] = None,
+    seeds: Annotated[int | None, option(None, "Seeds per cell.", least=1, default="3")] = None,
+    jobs: Annotated[int | None, option(None, "Parallel runs.", least=1, default="one per core; 4 on a GPU")] = None,
     out: Annotated[
-        Path | None, typer.Option(file_okay=False, help="Where it is kept.", show_default="runs/ablate-NAME")
+        Path | None, typer.Option(file_okay=False, help="Directory of the sweep.", show_default="runs/ablate-NAME")
     ] = None,
     test: Annotated[
         str | None, option("SOURCE", "Evaluate every model on these examples too: test.en,test.de.")
     ] = None,
-    minutes: Annotated[float | None, option(None, "Stop after so many; starting again goes on.", least=0)] = None,
-    max_seconds: Annotated[float | None, option(None, "A run that takes longer has failed.", least=0)] = None,
-    keep: Annotated[bool, flag("--keep", "Leave the weights of finished runs.")] = False,
-    on: Annotated[
-        str, typer.Option(metavar="PLACE", help="local, ray (this machine's cluster) or ray://HOST:PORT.")
-    ] = "local",
-    report_only: Annotated[bool, flag("--report-only", "Run nothing; tables and pictures of what is done.")] = False,
+    minutes: Annotated[
+        float | None, option(None, "Stop after this many minutes; run it again to continue.", least=0)
+    ] = None,
+    max_seconds: Annotated[float | None, option(None, "A run that takes longer counts as failed.", least=0)] = None,
+    keep: Annotated[bool, flag("--keep", "Keep the weights of finished runs.")] = False,
+    on: On = "local",
+    report_only: Annotated[bool, flag("--report-only", "Run nothing; report the finished runs.")] = False,
     list_names: Annotated[bool, flag("--list", "Show the ablations and what they change, and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Ablate: every cell with several seeds on the same batches, as the paper's table 3.
+    """Run an ablation: every cell with several seeds on the same batches, as in the paper's table 3.
 
-    Runs that are done are never run again: after Ctrl-C, or worse, start it again and it goes on. It ends with 1 when a
-    run failed; one that diverged is a result.
+    Finished runs are never repeated: after Ctrl-C or a crash, run the same command to continue. The exit code is 1 if a
+    run failed; one that diverged counts as a result.
     """
     if list_names:
         from regard.experiments.ablations import list_ablations
@@ -62,12 +65,12 @@ def ablate(
                 print(f"    {', '.join(entry['cells'])}")
         return
     if what is None:
-        raise UsageError("an ablation comes first: regard ablate NAME; regard ablate --list shows them")
+        raise UsageError("name an ablation first: regard ablate NAME; regard ablate --list shows all")
     if what == "scaling":
         from regard.experiments.ablations import measure_scaling
 
         if words:
-            raise UsageError(f"scaling trains nothing, so {words[0]} means nothing to it")
+            raise UsageError(f"scaling trains no model: leave out {words[0]}")
         terminal.print_result(measure_scaling(out=out or Path("runs/ablate-scaling")), as_json)
         return
     from regard.experiments import ablate as run
@@ -92,7 +95,7 @@ def ablate(
 
 
 bench_app = typer.Typer(
-    help="Measure: attention against length, generation by batch and beam, a training step beside its peers.",
+    help="Measure: attention against length, generation by batch and beam, a training step, a server under load.",
     no_args_is_help=True,
 )
 
@@ -115,7 +118,7 @@ def attention(
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     width: Annotated[int, typer.Option(min=1, help="Width of one head.")] = 64,
-    causal: Annotated[bool, flag("--causal/--no-causal", "Look only at the past.")] = True,
+    causal: Annotated[bool, flag("--causal/--no-causal", "Use a causal mask.")] = True,
     backward: Annotated[bool, flag("--backward/--forward", "Measure forward and backward, or forward alone.")] = False,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the table and the PNG.")] = Path(
         "runs/bench-attention"
@@ -123,20 +126,20 @@ def attention(
     as_json: AsJson = False,
 ) -> None:
     """Time and memory of every attention mechanism against length, with the fitted exponent of each."""
-    wanted_lengths = _parse_numbers(lengths, "--lengths")
+    numbers = _parse_numbers(lengths, "--lengths")
     from regard.experiments.bench_attention import bench_attention as measure
     from regard.experiments.bench_attention import choose_contenders
 
-    wanted = None if mechanisms is None else split_commas(mechanisms)
+    names = None if mechanisms is None else split_commas(mechanisms)
     try:
-        choose_contenders(wanted)
+        choose_contenders(names)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--mechanisms") from None
-    if wanted == []:
+    if names == []:
         raise typer.BadParameter("names no mechanism", param_hint="--mechanisms")
     result = measure(
-        lengths=wanted_lengths,
-        mechanisms=wanted,
+        lengths=numbers,
+        mechanisms=names,
         n_heads=heads,
         d_head=width,
         causal=causal,
@@ -153,22 +156,22 @@ def generate(
         str,
         argument("MODEL", "A run, a model directory, or a preset with random weights.", completion.presets_or_models),
     ],
-    batch: Annotated[str, typer.Option(help="Prompts written at once, separated by commas.")] = "1,8",
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
     beam: Annotated[str, typer.Option(help="Beam widths, separated by commas; 1 is greedy.")] = "1,4",
     weights: Annotated[str, typer.Option(help="fp32, bf16 or int8, separated by commas.")] = "fp32,int8",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt or a source.")] = 16,
-    new: Annotated[int, typer.Option(min=2, help="Tokens to write.")] = 64,
+    new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 64,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """How fast a model writes: time to the first token, time of each further one, tokens a second."""
+    """Measure generation: time to the first token, time of each further token, tokens per second."""
     batches, beams, kinds = (_parse_numbers(batch, "--batch"), _parse_numbers(beam, "--beam"), split_commas(weights))
     from regard import PRESETS, build
     from regard.experiments.bench_generate import WEIGHTS, bench_generate
 
     for kind in kinds:
         if kind not in WEIGHTS:
-            raise typer.BadParameter(f"{kind!r} is none of {', '.join(WEIGHTS)}", param_hint="--weights")
+            raise typer.BadParameter(f"{kind!r} is not one of {', '.join(WEIGHTS)}", param_hint="--weights")
     is_preset = model in PRESETS and not Path(model).exists()
     opened = build(model, device=terminal.device_name(device)) if is_preset else terminal.open_model(model, device)
     result = bench_generate(
@@ -190,7 +193,7 @@ def bench_training(
         str, argument("MODEL", "A preset of a decoder or an encoder-decoder.", completion.presets_or_models)
     ],
     words: Words = None,
-    batch: Annotated[int, typer.Option(min=1, help="Texts of a step.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Texts per step.")] = 8,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, and of its source.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps whose median is taken.")] = 10,
     peers: Annotated[str, typer.Option(help="regard, torch, transformers, separated by commas.")] = (
@@ -199,7 +202,7 @@ def bench_training(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """How fast a training step is, beside plain torch and transformers in the same run.
+    """Measure a training step, compared with plain torch and transformers.
 
     Words change the model (model.n_layers=4), the precision (train.precision=bf16) and compilation (train.compile=on).
     """
@@ -208,13 +211,13 @@ def bench_training(
     from regard.experiments.bench_train import CONTENDERS, bench_train
     from regard.experiments.cost import resolve_model
 
-    wanted = split_commas(peers)
-    for peer in wanted:
+    contenders = split_commas(peers)
+    for peer in contenders:
         if peer not in CONTENDERS:
-            raise typer.BadParameter(f"{peer!r} is none of {', '.join(CONTENDERS)}", param_hint="--peers")
-    typed = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
-    recipe = build_section("train", TrainConfig, typed.get("train", {}))
-    _, config, _ = resolve_model(model, dict(typed.get("model", {})))
+            raise typer.BadParameter(f"{peer!r} is not one of {', '.join(CONTENDERS)}", param_hint="--peers")
+    overrides = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
+    recipe = build_section("train", TrainConfig, overrides.get("train", {}))
+    _, config, _ = resolve_model(model, dict(overrides.get("model", {})))
     with terminal.usage_errors("length"):
         result = bench_train(
             config,
@@ -223,7 +226,7 @@ def bench_training(
             length=length,
             precision=recipe.precision,
             compile=None if recipe.compile == "auto" else recipe.compile == "on",
-            contenders=wanted,  # type: ignore[arg-type]  # checked against CONTENDERS above
+            contenders=contenders,  # type: ignore[arg-type]  # checked against CONTENDERS above
             steps=steps,
             device=terminal.device_name(device),
             progress=terminal.progress,
@@ -231,35 +234,77 @@ def bench_training(
     terminal.print_result(result, as_json)
 
 
+@bench_app.command("serve")
+def bench_server(
+    target: Annotated[str, argument("URL_OR_RUN", "A server, or a run or directory to serve.", completion.models)],
+    clients: Annotated[str, typer.Option(help="Numbers of concurrent clients, separated by commas.")] = "1,8,32",
+    requests: Annotated[int, typer.Option(min=1, help="Requests for each number of clients.")] = 64,
+    prompts: Annotated[Path | None, option("F", "A prompt or source on each line.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens per response.")] = 32,
+    beams: Annotated[
+        int | None, option("K", "Search with beams at /v1/translate; otherwise texts are streamed.", least=1)
+    ] = None,
+    model: Annotated[str | None, option("NAME", "Which of the server's models.", default="the first")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="REGARD_API_KEY", metavar="KEY", help="API key of the server.", show_default=False),
+    ] = None,
+    out: Annotated[Path | None, option("F", "Also write the results to this file, as JSON.")] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure a server under load: requests and tokens per second, time to the first and to the last token, errors.
+
+    The exit code is 1 if a request failed.
+    """
+    counts = _parse_numbers(clients, "--clients")
+    terminal.check_out(out)
+    from regard.experiments.bench_serve import PROMPTS, bench_serve, start_server
+
+    lines = PROMPTS if prompts is None else [line for line in terminal.read_text(prompts).splitlines() if line.strip()]
+    if not lines:
+        raise UsageError(f"--prompts {prompts} has no prompts")
+    options: dict[str, Any] = {"clients": counts, "requests": requests, "prompts": lines, "max_tokens": max_tokens}
+    options |= {"beams": beams, "model": model, "api_key": api_key, "progress": terminal.progress}
+    is_url = target.startswith(("http://", "https://"))
+    with nullcontext(target) if is_url else start_server(target, device) as url:
+        result = bench_serve(url, **options)
+    if out is not None:
+        write_atomic(out, json.dumps(result.to_dict(), indent=2).encode())
+    terminal.print_result(result, as_json)
+    if any(case.errors for case in result.results):
+        raise typer.Exit(1)
+
+
 def cost(
     config: Annotated[str, argument("CONFIG", "A model preset, a run, or a model directory.")],
     words: Words = None,
-    batch: Annotated[int, typer.Option(help="Texts or images at once.")] = 1,
+    batch: Annotated[int, typer.Option(help="Texts or images per batch.")] = 1,
     length: Annotated[
-        int | None, option(None, "Tokens of a text, of the target beside a source.", default="max_len")
+        int | None, option(None, "Tokens of the text, or of the target if there is a source.", default="max_len")
     ] = None,
-    source_length: Annotated[int | None, option(None, "Tokens of the source.", default="as many")] = None,
-    training: Annotated[bool, flag("--training", "Show memory and time of a training step too.")] = False,
-    compare: Annotated[str | None, option("OTHER", "Another preset, run or directory to put beside it.")] = None,
+    source_length: Annotated[int | None, option(None, "Tokens of the source.", default="as length")] = None,
+    training: Annotated[bool, flag("--training", "Also show memory and time of a training step.")] = False,
+    compare: Annotated[str | None, option("OTHER", "Another preset, run or directory to compare with.")] = None,
     device: Annotated[
-        str, typer.Option(help="Whose speed and memory: h200, a100, rtx4090, … or cpu, measured.")
+        str, typer.Option(help="Device with its speed and memory: h200, a100, rtx4090, … or cpu (measured).")
     ] = "h200",
-    cache: Annotated[str, typer.Option(help="Numbers of the KV cache: fp32, bf16 or int8.")] = "bf16",
+    cache: Annotated[str, typer.Option(help="Type of the KV cache: fp32, bf16 or int8.")] = "bf16",
     plot: Annotated[Path | None, option("FILE", "Draw it: .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a model costs: parameters, operations, memory, cache, and the least time a device can take for it.
+    """Predict what a model costs: parameters, operations, memory, cache, and the least time a device needs.
 
     Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
     """
     from regard.config import ModelConfig, TrainConfig
     from regard.config.overrides import build_section, parse_overrides
 
-    typed = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
-    model = dict(typed.get("model", {}))
+    overrides = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
+    model = dict(overrides.get("model", {}))
     if "preset" in model:
-        raise UsageError(f"model={model['preset']}: the model comes first, regard cost {model['preset']}")
-    build_section("train", TrainConfig, typed.get("train", {}))  # refuses values that are wrong in any run
+        raise UsageError(f"model={model['preset']}: name the model first, regard cost {model['preset']}")
+    build_section("train", TrainConfig, overrides.get("train", {}))  # refuses values that are wrong in any run
     from regard.experiments.cost import cost as compute_cost
     from regard.experiments.cost import resolve_model
     from regard.experiments.cost_report import CostComparison, check_plot
@@ -274,18 +319,18 @@ def cost(
             batch,
             length,
             source_length=source_length,
-            train=recipe.with_(**typed.get("train", {})),
+            train=recipe.with_(**overrides.get("train", {})),
             device=device,
-            cache=cache,  # type: ignore[arg-type]  # checked there
+            cache=cache,  # type: ignore[arg-type]  # checked by cost()
             **fields,
         )
 
     with terminal.usage_errors("batch", "length", "source_length", "device", "cache"):
         first = cost_of(config, model)
-        answer = first if compare is None else CostComparison(first, cost_of(compare, {}))
+        result = first if compare is None else CostComparison(first, cost_of(compare, {}))
     if plot is not None:
-        terminal.progress(f"drawn: {first.draw(plot)}")
+        terminal.progress(f"wrote {first.draw(plot)}")
     if as_json:
-        terminal.print_json(answer.to_dict())
+        terminal.print_json(result.to_dict())
     else:
-        print(localise(answer.to_text(training)))
+        print(localise(result.to_text(training)))

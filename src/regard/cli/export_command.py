@@ -1,4 +1,4 @@
-"""`regard export`: a model as something to ship, with the numbers that say how near it is."""
+"""`regard export`: write a model in other formats, with a certificate of how close they are to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,20 @@ from . import completion, terminal
 from .options import AsJson, argument, flag, option
 from .terminal import split_commas
 
-KINDS = ("onnx", "onnx-int8", "hf", "ctranslate2", "gguf", "gguf-f16", "gguf-bf16", "gguf-q8_0", "int8", "safetensors")
+KINDS = (
+    "onnx",
+    "onnx-int8",
+    "hf",
+    "ctranslate2",
+    "gguf",
+    "gguf-f16",
+    "gguf-bf16",
+    "gguf-q8_0",
+    "int8",
+    "safetensors",
+    "web",
+    "web-int8",
+)
 
 
 def export(
@@ -24,43 +37,47 @@ def export(
         str,
         argument(
             "KIND",
-            f"{', '.join(KINDS)}; several with commas between.",
+            f"{', '.join(KINDS)}; several separated by commas.",
             completion.choices(*KINDS),
         ),
     ],
-    path: Annotated[Path, argument("PATH", "The directory to write; whole or not at all.")],
-    check: Annotated[Path | None, option("FILE", "Compare the metric on pairs, texts or labelled texts.")] = None,
+    path: Annotated[Path, argument("PATH", "The directory to write, completely or not at all.")],
+    check: Annotated[
+        Path | None, option("FILE", "Also compare the metric on a file of pairs, texts or labelled texts.")
+    ] = None,
     bound: Annotated[
-        float | None, option("SHARE", "Largest difference of a logit, by the logits' spread.", least=0, default="1e-4")
+        float | None,
+        option("SHARE", "Largest difference of a logit, relative to the logits' spread.", least=0, default="1e-4"),
     ] = None,
     same_text: Annotated[
         float | None,
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Least share of greedy texts that must be the same: 0.99 unless given, and of int8 none unless given.",
+            help="Smallest share of greedy texts that must be the same; default: 0.99, and no bound for int8.",
             show_default=False,
         ),
     ] = None,
-    delta: Annotated[float, typer.Option(min=0.0, help="Largest loss of the metric on FILE, in its points.")] = 0.2,
+    delta: Annotated[float, typer.Option(min=0.0, help="Largest drop of the metric on FILE.")] = 0.2,
     shapes: Annotated[int, typer.Option(min=1, help="Random shapes to compare on.")] = 200,
-    seed: Annotated[int, typer.Option(help="Which random shapes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random shapes.")] = 0,
     beam: Annotated[int, typer.Option(min=1, help="Beam width on FILE.")] = 4,
-    compiled: Annotated[bool, flag("--compile/--no-compile", "Compare with torch.compile too.")] = True,
+    compiled: Annotated[bool, flag("--compile/--no-compile", "Also compare with torch.compile.")] = True,
+    runtime: Annotated[Path | None, option("DIR", "For web: a node_modules folder with onnxruntime-web.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model as ONNX, GGUF or int8, for CTranslate2 or transformers, compare it, and keep the certificate.
+    """Export a model as ONNX, GGUF or int8, or for CTranslate2 or transformers, with a certificate of its accuracy.
 
-    Where a bound is broken the exit code is 1 and nothing is written.
+    If a bound is broken, the exit code is 1 and nothing is written.
     """
     from regard.foundation.checks import did_you_mean
 
     kinds: Any = split_commas(kind)
-    for one in kinds:
-        if one not in KINDS:
-            raise UsageError(f"there is no kind {one!r}{did_you_mean(one, KINDS)} (all: {', '.join(KINDS)})")
+    for name in kinds:
+        if name not in KINDS:
+            raise UsageError(f"there is no kind {name!r}{did_you_mean(name, KINDS)} (all: {', '.join(KINDS)})")
     if not kinds:
-        raise UsageError(f"there is no kind to export; it is one or several of {', '.join(KINDS)}")
+        raise UsageError(f"KIND is empty; it must be one or several of {', '.join(KINDS)}")
     from regard.export import BoundBroken, Bounds, certificate_text
     from regard.export import export as run
     from regard.io import load
@@ -72,7 +89,16 @@ def export(
     terminal.progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
     try:
         written = run(
-            opened, kinds, path, check=check, bounds=limits, n_shapes=shapes, seed=seed, compiled=compiled, beam=beam
+            opened,
+            kinds,
+            path,
+            check=check,
+            bounds=limits,
+            n_shapes=shapes,
+            seed=seed,
+            compiled=compiled,
+            beam=beam,
+            runtime=runtime,
         )
     except BoundBroken as broken:
         terminal.progress(certificate_text(broken.document))

@@ -1,4 +1,4 @@
-"""`regard generate`, `translate`, `classify` and `caption`: what a model writes or decides."""
+"""`regard generate`, `translate`, `classify` and `caption`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from regard.errors import RegardError, UsageError
 
 from . import completion, terminal
 from .bulk_answers import answer_to_dict, join_texts, predict, text_answerer, text_lines
+from .bulk_jobs import check_workers
 from .options import (
     AsJson,
     Beam,
     Column,
     Device,
+    Dtype,
     Encoding,
+    Jobs,
     LengthPenalty,
     ModelEngine,
     ModelPath,
     NewTokens,
+    On,
     Out,
     RecordsFile,
     Stream,
@@ -39,7 +43,7 @@ if TYPE_CHECKING:
     from regard.models import Model
 
 
-_SEARCH_OPTIONS = (  # of `regard generate`, called as the fields of a GenerateConfig
+_SEARCH_OPTIONS = (  # options of `regard generate` that are named like the fields of GenerateConfig
     *("max_new_tokens", "min_new_tokens", "beam", "length_penalty", "n_best", "temperature", "top_k", "top_p", "min_p"),
     *("seed", "repetition_penalty", "no_repeat_ngram"),
 )
@@ -56,36 +60,41 @@ def generate(
     stream: Stream = False,
     encoding: Encoding = "auto",
     max_new_tokens: NewTokens = None,
-    min_new_tokens: Annotated[int | None, option("N", "Fewest new tokens.", least=0)] = None,
+    min_new_tokens: Annotated[int | None, option("N", "Minimum number of new tokens.", least=0)] = None,
     beam: Beam = None,
     length_penalty: LengthPenalty = None,
-    n_best: Annotated[int | None, option("N", "Texts for each prompt.", least=1)] = None,
-    temperature: Annotated[float | None, option("T", "Draw tokens, the flatter the higher.")] = None,
-    top_k: Annotated[int | None, option("K", "Draw among the K likeliest.")] = None,
-    top_p: Annotated[float | None, option("P", "Draw among the likeliest that have P.")] = None,
-    min_p: Annotated[float | None, option("P", "Draw among those P times the likeliest.")] = None,
-    seed: Annotated[int | None, option(None, "The same texts every time.")] = None,
-    repetition_penalty: Annotated[float | None, option("R", "Above 1 makes what was said less likely.")] = None,
-    no_repeat_ngram: Annotated[int | None, option("N", "No N tokens in a row come twice.", least=0)] = None,
-    stop: Annotated[list[str] | None, option("TEXT", "End before this text; more than once.")] = None,
-    stop_token: Annotated[list[str] | None, option("TOKEN", "End at this token, a word or an id.")] = None,
+    n_best: Annotated[int | None, option("N", "Number of texts per prompt.", least=1)] = None,
+    temperature: Annotated[float | None, option("T", "Sample tokens; higher values are more random.")] = None,
+    top_k: Annotated[int | None, option("K", "Sample among the K likeliest tokens.")] = None,
+    top_p: Annotated[float | None, option("P", "Sample among the likeliest tokens of total probability P.")] = None,
+    min_p: Annotated[
+        float | None, option("P", "Sample among tokens at least P times as likely as the likeliest.")
+    ] = None,
+    seed: Annotated[int | None, option(None, "Seed of the sampling.")] = None,
+    repetition_penalty: Annotated[float | None, option("R", "Above 1, repeated tokens become less likely.")] = None,
+    no_repeat_ngram: Annotated[int | None, option("N", "Never repeat N tokens in a row.", least=0)] = None,
+    stop: Annotated[list[str] | None, option("TEXT", "Stop before this text; repeatable.")] = None,
+    stop_token: Annotated[list[str] | None, option("TOKEN", "Stop at this token, a word or an id.")] = None,
     bias: Annotated[list[str] | None, option("TOKEN=X", "Add X to a token's logit; -inf forbids it.")] = None,
-    prefix: Annotated[str | None, option("TEXT", "What every text starts with.")] = None,
+    prefix: Annotated[str | None, option("TEXT", "Begin every text with this.")] = None,
     truncate: Truncate = False,
-    draft: Annotated[str | None, option("MODEL", "A small model that guesses ahead.")] = None,
-    draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens it guesses at a time.")] = 4,
-    system: Annotated[str | None, option("TEXT", "What a chat model is told before the prompt.")] = None,
+    draft: Annotated[str | None, option("MODEL", "A small draft model for speculative decoding.")] = None,
+    draft_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens drafted at a time.")] = 4,
+    system: Annotated[str | None, option("TEXT", "System message for a chat model.")] = None,
     raw: Annotated[
         bool, flag("--raw", "Continue the prompt as it is, without the chat template of the model.")
     ] = False,
     echo: Annotated[bool, flag("--echo", "Print the prompt before the text.")] = False,
     engine: ModelEngine = "torch",
+    on: On = "local",
+    jobs: Jobs = None,
     device: Device = "auto",
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """What follows a prompt. The text appears as it is written; with --json, --beam or several prompts at the end.
+    """Continue a prompt. The text is printed as it is generated; with --json, --beam or several prompts, at the end.
 
-    A model with a chat template, such as one that `regard train sft` made, answers the prompt as a message.
+    A model with a chat template, such as one from `regard train sft`, answers the prompt as a message.
     """
     options = {name: ctx.params[name] for name in _SEARCH_OPTIONS if ctx.params[name] is not None}
     from regard.data.record_files import form_of
@@ -95,29 +104,32 @@ def generate(
     with terminal.usage_errors(*options):
         GenerateConfig(**options)
     terminal.check_out(out)
+    check_workers(ctx)
     is_bulk = lines or stream or out is not None or (file is not None and form_of(file) != "lines")
     text = None if is_bulk else terminal.read_prompt(prompt, file)
-    opened = terminal.open_model(model, device, engine)
+    opened = terminal.open_model(model, device, engine, dtype)
     check_can_continue(opened)
     options |= {**without_none(prefix=prefix), "truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
     as_inputs = _message_writer(opened, system, raw)
     if draft is not None:
-        options |= {"draft": terminal.open_model(draft, device), "draft_tokens": draft_tokens}
+        options |= {"draft": terminal.open_model(draft, device, dtype=dtype), "draft_tokens": draft_tokens}
     if text is None:
         answerer = _prompt_answerer(opened, options, echo, as_inputs)
         typed = None if prompt is None else [prompt]
         source = terminal.read_records(typed, file, column, encoding, stream=stream)
         settings = {
-            name: value for name, value in ctx.params.items() if name not in ("file", "out", "device", "as_json")
+            name: value
+            for name, value in ctx.params.items()
+            if name not in ("file", "out", "on", "jobs", "device", "as_json")
         }
-        predict(model, opened.config.max_len, answerer, source, out, as_json, settings)
+        predict(ctx, model, opened.config.max_len, answerer, source, out, as_json, settings)
         return
     from regard.generation import generate as run
     from regard.generation import stream as stream_text
 
     if not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
         pieces = stream_text(opened, as_inputs([text])[0], **options)
-        first = next(pieces, "")  # fails before anything is printed
+        first = next(pieces, "")  # an error is raised here, before anything is printed
         sys.stdout.write(f"{text if echo else ''}{first}")
         for piece in pieces:
             sys.stdout.write(piece)
@@ -135,7 +147,7 @@ def generate(
 def _prompt_answerer(
     model: Model, options: dict[str, Any], echo: bool, as_inputs: Callable[[list[str]], list[Any]]
 ) -> Answerer:
-    """Prompts to what follows them, for many."""
+    """An answerer that continues prompts."""
     from regard.generation import generate as run
     from regard.generation.bulk_prediction import text_check
     from regard.generation.text_generation import text_tokenizers
@@ -155,17 +167,17 @@ def _prompt_answerer(
 
 def _report_draft(generated: Any) -> None:
     if (draft_counts := generated.drafted) is not None:
-        counts = f"{draft_counts.accepted:,} of {draft_counts.proposed:,} guesses"
-        terminal.progress(f"draft: {counts} were right ({draft_counts.share:.1%})")
+        counts = f"{draft_counts.accepted:,} of {draft_counts.proposed:,} tokens"
+        terminal.progress(f"draft: {counts} were accepted ({draft_counts.share:.1%})")
 
 
 def _message_writer(model: Model, system: str | None, raw: bool) -> Callable[[list[str]], list[Any]]:
-    """What makes chats of prompts where the model has a chat template, and else leaves them as they are."""
+    """A function that turns prompts into chats if the model has a chat template, else returns them unchanged."""
     is_chat_model = model.is_decoder_only and getattr(model.processor, "chat_template", None) is not None
     if raw or not is_chat_model:
         if system is not None:
-            why = "--raw leaves it out" if raw else "this model has none"
-            raise UsageError(f"--system is written by a chat template, and {why}")
+            reason = "--raw leaves it out" if raw else "this model has none"
+            raise UsageError(f"--system needs a chat template, and {reason}")
         return lambda prompts: prompts
     before = [] if system is None else [{"role": "system", "content": system}]
     return lambda prompts: [[*before, {"role": "user", "content": prompt}] for prompt in prompts]
@@ -174,19 +186,19 @@ def _message_writer(model: Model, system: str | None, raw: bool) -> Callable[[li
 def _token_options(
     model: Model, stop: list[str] | None, stop_token: list[str] | None, bias: list[str] | None
 ) -> dict[str, Any]:
-    """The options that name tokens, with the names looked up."""
+    """The options --stop, --stop-token and --bias, with tokens as ids."""
     from regard.generation.text_codec import ModelTokenizers
 
     tokenizers, options = ModelTokenizers(model), dict[str, Any]()
     if stop or stop_token:
         options["stop"] = [*(stop or ()), *(tokenizers.token_id(_id_or_word(token)) for token in stop_token or ())]
     biases: dict[int | str, float] = {}
-    for typed in bias or ():
-        token, _, value = typed.rpartition("=")
+    for word in bias or ():
+        token, _, value = word.rpartition("=")
         try:
             biases[_id_or_word(token)] = float(value)
         except ValueError:
-            raise UsageError(f"--bias {typed!r} is not TOKEN=NUMBER") from None
+            raise UsageError(f"--bias {word!r} is not TOKEN=NUMBER") from None
     return options | ({"logit_bias": biases} if biases else {})
 
 
@@ -195,7 +207,7 @@ def _id_or_word(token: str) -> int | str:
 
 
 def _to_dict(model: str, inputs: list[str], generated: Any) -> dict[str, Any]:
-    """Inputs and their texts for `--json`."""
+    """The document of `--json`: inputs with their texts."""
     document: dict[str, Any] = {"model": str(model)}
     if (counts := generated.drafted) is not None:
         document["draft"] = {"proposed": counts.proposed, "accepted": counts.accepted, "share": counts.share}
@@ -207,69 +219,79 @@ _ENGINES = ("torch", "onnx", "ctranslate2")
 
 
 def translate(
+    ctx: typer.Context,
     model: ModelPath,
     texts: Annotated[list[str] | None, argument("TEXT", "Or --file, or lines piped in.")] = None,
     file: RecordsFile = None,
     column: Column = None,
     stream: Stream = False,
     encoding: Encoding = "auto",
-    beam: Annotated[int, typer.Option(min=1, metavar="K", help="Beams followed at a time.")] = 4,
+    beam: Annotated[int, typer.Option(min=1, metavar="K", help="Number of beams.")] = 4,
     length_penalty: LengthPenalty = None,
     n_best: Annotated[
-        int | None, option("N", "Translations of each text, best first, each after its score.", least=1)
+        int | None, option("N", "Translations per text, best first, each preceded by its score.", least=1)
     ] = None,
-    prefix: Annotated[str | None, option("TEXT", "What every translation starts with.")] = None,
+    prefix: Annotated[str | None, option("TEXT", "Begin every translation with this.")] = None,
     source_language: Annotated[
-        str | None, typer.Option("--from", metavar="LANG", help="Of models for many languages: eng_Latn, or en.")
+        str | None,
+        typer.Option("--from", metavar="LANG", help="Source language of a multilingual model: eng_Latn, or en."),
     ] = None,
     target_language: Annotated[
         str | None, typer.Option("--to", metavar="LANG", help="The language to translate into.")
     ] = None,
     glossary: Annotated[
-        Path | None, option("F", "Terms to use: on each line one of the source, a tab, its translation.")
+        Path | None, option("F", "Terms to use: on each line a source term, a tab, its translation.")
     ] = None,
     max_new_tokens: NewTokens = None,
     truncate: Truncate = False,
     engine: Annotated[
-        str, typer.Option(help=f"Who computes: {', '.join(_ENGINES)}.", autocompletion=completion.choices(*_ENGINES))
+        str,
+        typer.Option(
+            help=f"Engine that runs the model: {', '.join(_ENGINES)}.", autocompletion=completion.choices(*_ENGINES)
+        ),
     ] = "torch",
     out: Out = None,
+    on: On = "local",
+    jobs: Jobs = None,
     device: Device = "auto",
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
     """Translate texts, a file line by line, or a column of a table; a blank line stays blank.
 
-    With --glossary, the translation of a text that holds a term holds the term's translation.
+    With --glossary, the translation of a text that contains a term contains the term's translation.
     """
     from regard.generation import GenerateConfig
     from regard.generation.glossary import Glossary
 
     if engine not in _ENGINES:
-        raise UsageError(f"--engine {engine} is none of {', '.join(_ENGINES)}")
+        raise UsageError(f"--engine {engine} is not one of {', '.join(_ENGINES)}")
     if texts and not all(text.strip() for text in texts):
         raise UsageError("a text to translate is empty")
     options = without_none(
         beam=beam, length_penalty=length_penalty, n_best=n_best, max_new_tokens=max_new_tokens, truncate=truncate
     )
-    with terminal.usage_errors(*options):  # before a model is opened
+    with terminal.usage_errors(*options):  # before opening a model
         GenerateConfig(**options)
     terminal.check_out(out)
+    check_workers(ctx)
     options |= without_none(prefix=prefix, source_language=source_language, target_language=target_language)
-    settings = {"engine": engine, **options}
+    settings = {"engine": engine, "dtype": dtype, **options}
     if glossary is not None:
         options["glossary"] = Glossary.read(glossary)
         settings["glossary"] = options["glossary"].terms
     records = terminal.read_records(texts, file, column, encoding, stream=stream)
     if engine == "ctranslate2":
-        given = {"--n-best": n_best, "--prefix": prefix, "--glossary": glossary}
-        for name, value in (given | {"--from": source_language, "--to": target_language}).items():
+        unsupported = {"--n-best": n_best, "--prefix": prefix, "--glossary": glossary, "--dtype": dtype}
+        unsupported |= {"--from": source_language, "--to": target_language}
+        for name, value in unsupported.items():
             if value is not None:
-                raise UsageError(f"{name} is not for --engine ctranslate2; torch and onnx have it")
+                raise UsageError(f"--engine ctranslate2 does not support {name}; torch and onnx do")
         answerer, max_len = _ctranslate2_translator(model, options)
     else:
-        opened = terminal.open_model(model, device, engine)
+        opened = terminal.open_model(model, device, engine, dtype)
         answerer, max_len = _model_translator(opened, options), opened.config.max_len
-    predict(model, max_len, answerer, records, out, as_json, settings, engine=engine)
+    predict(ctx, model, max_len, answerer, records, out, as_json, settings, engine=engine)
 
 
 def _model_translator(model: Model, options: dict[str, Any]) -> Answerer:
@@ -285,23 +307,25 @@ def _model_translator(model: Model, options: dict[str, Any]) -> Answerer:
             if best.missing_terms:
                 terms = f"the term{'s' * (len(best.missing_terms) > 1)} {', '.join(best.missing_terms)}"
                 terminal.progress(f"{text!r:.60} is translated without {terms}: no room, or no tokens to write it with")
-        found = translated.n_best
-        return [join_texts([{"text": terminal.one_line(x.text), "score": x.score} for x in best]) for best in found]
+        return [
+            join_texts([{"text": terminal.one_line(x.text), "score": x.score} for x in texts])
+            for texts in translated.n_best
+        ]
 
     check = text_check(text_tokenizers(model).encode_inputs, model.config, options["truncate"])
     return text_answerer(answer, "translation", check, n_best=options.get("n_best", 1))
 
 
 def _ctranslate2_translator(path: str, options: dict[str, Any]) -> tuple[Answerer, int]:
-    """An exported model in a runtime with a beam search of its own, and the longest text it reads."""
+    """An answerer that runs an exported model in CTranslate2, and the longest text that the model reads."""
     from regard.generation.bulk_prediction import text_check
 
     terminal.check_export(path, "ctranslate2")
     try:
         opened = importlib.import_module("regard.export.engines").open_engine(path, "ctranslate2")
     except ImportError as error:
-        needed = f"--engine ctranslate2 needs {error.name or error}, which is not installed"
-        raise RegardError(f'{needed}: pip install "regard[export]"') from None
+        missing = f"--engine ctranslate2 needs {error.name or error}, which is not installed"
+        raise RegardError(f'{missing}: pip install "regard[export]"') from None
 
     def answer(texts: list[str]) -> list[Answer]:
         translations = opened.translate(texts, **options)
@@ -313,37 +337,56 @@ def _ctranslate2_translator(path: str, options: dict[str, Any]) -> tuple[Answere
 
 
 def classify(
+    ctx: typer.Context,
     model: ModelPath,
     inputs: Annotated[list[str] | None, argument("TEXT_OR_IMAGE", "Or a folder, --file, or lines piped in.")] = None,
-    second: Annotated[str | None, option("TEXT", "The second text of a pair; of a table, --column A,B.")] = None,
+    second: Annotated[str | None, option("TEXT", "The second text of a pair; for a table, use --column A,B.")] = None,
     file: RecordsFile = None,
     column: Column = None,
     out: Out = None,
     stream: Stream = False,
     encoding: Encoding = "auto",
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Classes to show, likeliest first.")] = 1,
-    probabilities: Annotated[bool, flag("--probabilities", "A column of a table for every class: p_CLASS.")] = False,
+    probabilities: Annotated[bool, flag("--probabilities", "Add a column p_CLASS to a table for every class.")] = False,
     threshold: Annotated[float | None, option("P", "No label below this probability.", least=0)] = None,
+    classes: Annotated[
+        str | None, option("NAMES", "For two-tower models such as CLIP: the class names, separated by commas.")
+    ] = None,
+    template: Annotated[
+        list[str] | None,
+        option("TEXT", "Text for a class, with {} for its name; repeatable."),
+    ] = None,
     truncate: Truncate = False,
     engine: ModelEngine = "torch",
+    on: On = "local",
+    jobs: Jobs = None,
     device: Device = "auto",
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """The class of each text or image, and its probability; of a table, as new columns predicted_label and probability.
+    """Classify each text or image; a table gets the new columns predicted_label and probability.
 
-    Of other models the labels that hold, the number, or the tag of every word. A blank line gets a blank answer.
+    Other models give all labels that apply, a number, or a tag for every word. A blank line gets a blank answer.
     """
     if inputs and not all(text.strip() for text in inputs):
         raise UsageError("a text to classify is empty")
     if second is not None:
         if len(inputs or ()) != 1:
-            raise UsageError("--second goes with one text; pairs of a table are --file F --column A,B")
+            raise UsageError("--second needs exactly one text; for pairs in a table, use --file F --column A,B")
         inputs = [f"{text}\t{second}" for text in inputs or ()]
     terminal.check_out(out)
+    check_workers(ctx)
     from regard.generation.label_answers import label_answerer
     from regard.generation.text_generation import check_can_classify
 
-    opened = terminal.open_model(model, device, engine)
+    opened = terminal.open_model(model, device, engine, dtype)
+    if template is not None and classes is None:
+        raise UsageError("--template needs --classes NAMES, the classes to insert into it")
+    if classes is not None:
+        from regard.generation.zero_shot import TEMPLATE, zero_shot
+
+        with terminal.usage_errors("classes", "template"):
+            opened = zero_shot(opened, classes.split(","), template or TEMPLATE)
     if opened.config.head != "tag":
         check_can_classify(opened)
     terminal.refuse_images(opened, inputs or ())
@@ -352,11 +395,13 @@ def classify(
     has_pairs = second is not None or (records is not None and records.has_pairs)
     options: dict[str, Any] = {"top": top, "probabilities": probabilities, "has_pairs": has_pairs}
     answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
-    settings = {"engine": engine, "truncate": truncate, "threshold": threshold}
-    predict(model, opened.config.max_len, answerer, records, out, as_json, settings)
+    settings = {"engine": engine, "dtype": dtype, "truncate": truncate, "threshold": threshold, "classes": classes}
+    settings |= without_none(template=template)
+    predict(ctx, model, opened.config.max_len, answerer, records, out, as_json, settings)
 
 
 def caption(
+    ctx: typer.Context,
     model: ModelPath,
     images: Annotated[list[str] | None, argument("IMAGE", "Image files, or a folder of them.")] = None,
     file: RecordsFile = None,
@@ -368,10 +413,13 @@ def caption(
     length_penalty: LengthPenalty = None,
     max_new_tokens: NewTokens = None,
     engine: ModelEngine = "torch",
+    on: On = "local",
+    jobs: Jobs = None,
     device: Device = "auto",
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """A caption for each image file, one line each; with several, the file's name before it."""
+    """Caption each image file, one line each; with several files, each line begins with the file's name."""
     from regard.generation import GenerateConfig, bulk_prediction
     from regard.generation import caption as run
     from regard.generation.text_generation import check_can_caption
@@ -382,7 +430,8 @@ def caption(
     if not images and file is None and not stream:
         raise UsageError("there is nothing to caption: give image files, a folder, or --file TABLE")
     terminal.check_out(out)
-    opened = terminal.open_model(model, device, engine)
+    check_workers(ctx)
+    opened = terminal.open_model(model, device, engine, dtype)
     check_can_caption(opened)
     records = terminal.read_records(images, file, column, encoding, stream=stream, images=True)
     several = records is not None and records.form == "lines" and len(list(records.read())) > 1
@@ -396,4 +445,13 @@ def caption(
         return f"{answer['image']}\t{text}" if several and out is None else text
 
     answerer = text_answerer(answer, "caption", bulk_prediction.image_check, line=line)
-    predict(model, opened.config.max_len, answerer, records, out, as_json, {"engine": engine, **options})
+    predict(
+        ctx,
+        model,
+        opened.config.max_len,
+        answerer,
+        records,
+        out,
+        as_json,
+        {"engine": engine, "dtype": dtype, **options},
+    )

@@ -1,4 +1,4 @@
-"""`regard look`: a model's attention in the terminal, as a picture, a table or a page, and how reliable it is."""
+"""`regard look`, `circuit` and `lens`: a model's attention as text, picture, table or page; circuits; tuned lenses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from regard.errors import RegardError, UsageError
 
 from . import completion, terminal
-from .options import AsJson, Beam, Device, ModelPath, NewTokens, argument, flag, option
+from .options import AsJson, Beam, Device, Dtype, ModelPath, NewTokens, argument, flag, option
 from .terminal import without_none
 
 if TYPE_CHECKING:
@@ -24,38 +24,45 @@ _SUFFIXES = (".png", ".svg", ".pdf", ".csv", ".html")
 def look(
     model: ModelPath,
     what: Annotated[str | None, argument("TEXT", "A text, or an image file.")] = None,
-    target: Annotated[str | None, option("TEXT", "What is written about it; else the model's.")] = None,
+    target: Annotated[str | None, option("TEXT", "The target text; default: the model's own output.")] = None,
     beam: Beam = None,
     max_new_tokens: NewTokens = None,
     kind: Annotated[
         str | None, option(None, "self, cross or encoder.", complete=completion.choices("self", "cross", "encoder"))
     ] = None,
-    layer: Annotated[int, typer.Option(metavar="N", help="From 1; -1 is the last.")] = -1,
-    head: Annotated[int | None, option("N", "From 1; else the mean of all.")] = None,
-    top: Annotated[int | None, option("K", "Say the K tokens each one looks at.", least=1)] = None,
-    experts: Annotated[bool, flag("--experts", "Say which experts each token goes through.")] = False,
-    words: Annotated[bool, flag("--words", "Sub-words as words.")] = False,
+    layer: Annotated[int, typer.Option(metavar="N", help="Layer, from 1; -1 is the last.")] = -1,
+    head: Annotated[int | None, option("N", "Head, from 1; default: the mean of all.")] = None,
+    top: Annotated[int | None, option("K", "List the K tokens that each token attends to most.", least=1)] = None,
+    experts: Annotated[bool, flag("--experts", "List the experts that each token is routed to.")] = False,
+    words: Annotated[bool, flag("--words", "Merge sub-words into words.")] = False,
     specials: Annotated[bool, flag("--specials/--no-specials", "Show special tokens.")] = True,
     out: Annotated[Path | None, option("F", f"Write a file: {', '.join(_SUFFIXES)}.")] = None,
-    score: Annotated[bool, flag("--score", "How often attention is right where that is known.")] = False,
+    score: Annotated[bool, flag("--score", "Score attention on examples whose alignment is known.")] = False,
     compare: Annotated[
-        str | None, option("MODEL", "Compare its heads with another's.", complete=completion.models)
+        str | None, option("MODEL", "Compare its heads with those of another model.", complete=completion.models)
     ] = None,
+    history: Annotated[
+        bool, flag("--history", "Show when heads learnt their patterns, over a run's checkpoints.")
+    ] = False,
     device: Device = "auto",
+    dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where a model looks. A language model reads TEXT (and goes on, with --beam or --max-new-tokens); a translator or
-    captioner writes its own answer unless --target gives one."""
+    """Show a model's attention. A language model reads TEXT (and continues it, with --beam or --max-new-tokens); a
+    translator or captioner generates its own output unless --target gives one."""
+    if history:
+        _print_history(model, what, target, kind, out, device, as_json)
+        return
     if what is None and not score:
-        raise UsageError("there is nothing to look at: give a text, an image file, or --score")
+        raise UsageError("there is nothing to look at: give a text, an image file, --score or --history")
     if what is not None and score:
-        raise UsageError("--score looks at examples whose truth is known: leave the text out")
+        raise UsageError("--score uses its own examples, whose alignment is known: leave out the text")
     if compare is not None and (out is not None or top is not None):
-        raise UsageError("--compare prints one number for each head: leave --out and --top out")
+        raise UsageError("--compare prints one number for each head: leave out --out and --top")
     if out is not None and out.suffix.lower() not in _SUFFIXES:
         raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_SUFFIXES)}")
     terminal.check_out(out)
-    opened = terminal.open_model(model, device)
+    opened = terminal.open_model(model, device, dtype=dtype)
     if score:
         from regard.lens.head_scores import score as score_heads
 
@@ -72,25 +79,25 @@ def look(
     seen = look_at(opened, what, target, generate=options)
     kind = kind if kind is not None or "cross" not in seen.kinds else "cross"
     if compare is not None:
-        other = terminal.open_model(compare, device)
+        other = terminal.open_model(compare, device, dtype=dtype)
         if other.config.architecture != opened.config.architecture:
             raise UsageError(f"--compare {compare}: {other.config.architecture}, not {opened.config.architecture}")
-        same: Any = target
-        if target is None and len(seen.inputs) == 2:  # both must write the same text, or no row of theirs is alike
-            same, options = seen.inputs[1][0].tolist(), None
-        _print_comparison(seen, look_at(other, what, same, generate=options), kind, as_json)
+        other_target: Any = target
+        if target is None and len(seen.inputs) == 2:  # both models need the same target, so that rows match
+            other_target, options = seen.inputs[1][0].tolist(), None
+        _print_comparison(seen, look_at(other, what, other_target, generate=options), kind, as_json)
         return
-    merging: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
+    view_options: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
     with terminal.usage_errors("kind"):
         layer = _index("layer", layer, seen.layers(kind=kind))
         head = None if head is None else _index("head", head, seen.heads(kind=kind))
         if out is not None:
-            _write_file(seen, out, layer=layer, head=head, **merging)
+            _write_file(seen, out, layer=layer, head=head, **view_options)
             terminal.progress(f"wrote {out}")
         if experts:
             _print_routing(seen, layer, kind, as_json)
         elif as_json or top is not None:
-            view = select_head(seen, **merging).view
+            view = select_head(seen, **view_options).view
             rows = view.top(top or 3, layer=layer, head=head)
             if as_json:
                 chosen = {"kind": view.kind, "layer": seen._layer(view.kind, layer), "head": head}
@@ -101,11 +108,11 @@ def look(
                 for row in rows:
                     print(row)
         elif out is None:
-            seen.print(layer=layer, head=head, **merging)
+            seen.print(layer=layer, head=head, **view_options)
 
 
 def _index(name: str, number: int, total: int) -> int:
-    """The index of a layer or head that is counted from 1, from the end if negative."""
+    """The index of a layer or head given as a number from 1, or from the end if negative."""
     if not 1 <= abs(number) <= total:
         raise UsageError(f"--{name} {number}: this model has {total} {name}{'s' * (total != 1)}, 1 … {total}")
     return number - 1 if number > 0 else number
@@ -133,17 +140,17 @@ def _to_dict(seen: Look) -> dict[str, Any]:
 
 
 def _rows_to_dict(rows: Sequence[Any], cols: Sequence[Any]) -> list[dict[str, Any]]:
-    """What each token looks at, likeliest first."""
-    places, dicts = {id(label): n for n, label in enumerate(cols)}, []
+    """The tokens that each token attends to, largest weight first."""
+    indices, dicts = {id(label): n for n, label in enumerate(cols)}, []
     for n, (row, at) in enumerate(rows):
-        looks_at = [{"index": places[id(x)], "text": x.text, "weight": weight} for x, weight in at]
+        looks_at = [{"index": indices[id(x)], "text": x.text, "weight": weight} for x, weight in at]
         dicts.append({"index": n, "text": row.text, "special": row.special, "looks_at": looks_at})
     return dicts
 
 
 def _print_routing(seen: Look, layer: int, kind: str | None, as_json: bool) -> None:
-    """The experts of each token in one layer, that with the largest weight first."""
-    kind = "self" if kind == "cross" else kind  # experts follow all attention of a layer
+    """Print the experts of each token in one layer, largest weight first."""
+    kind = "self" if kind == "cross" else kind  # experts come after all attention of a layer
     routing = seen.routing(layer=layer, kind=kind)
     rows: list[dict[str, Any]] = []
     tokens = zip(seen.rows(kind=kind), routing.experts.tolist(), routing.weights.tolist(), strict=True)
@@ -157,19 +164,41 @@ def _print_routing(seen: Look, layer: int, kind: str | None, as_json: bool) -> N
         print(f"{row['text']:>12}  " + "  ".join(f"expert {x['expert']} {x['weight']:.2f}" for x in row["experts"]))
 
 
+def _print_history(
+    run: str, what: str | None, target: str | None, kind: str | None, out: Path | None, device: str, as_json: bool
+) -> None:
+    """Print the pattern scores of heads at every checkpoint, and when each head was born."""
+    _check_picture(out)
+    from regard.foundation.progress import show_progress
+    from regard.lens.head_history import head_history
+
+    with show_progress(not as_json), terminal.usage_errors("kind"):
+        scores = head_history(run, what, target, kind=kind, device=terminal.device_name(device))
+    terminal.print_result(scores, as_json)
+    if out is not None:
+        scores.draw(out)
+        terminal.progress(f"wrote {out}")
+
+
+def _check_picture(out: Path | None) -> None:
+    if out is not None and out.suffix.lower() not in _FIGURES:
+        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_FIGURES)}")
+    terminal.check_out(out)
+
+
 def _check_known_alignment(path: str) -> None:
-    """A model of other data can be scored as well, but the number would say nothing about it."""
+    """Refuse a model of other data: it could be scored, but the score would be meaningless."""
     from regard.training.run_directory import RUN_FILE, RunDirectory
 
     if not (Path(path) / RUN_FILE).is_file():
         return
     source = RunDirectory.open(path).config.data.source
     if source not in ("en-ko", "shapes"):
-        raise RegardError(f"{path} learned from {source}; where it should look is known for en-ko and shapes alone")
+        raise RegardError(f"{path} learned from {source}; the right alignment is known only for en-ko and shapes")
 
 
 def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) -> None:
-    """The same text in two models, head by head."""
+    """Compare two models on the same text, head by head."""
     from regard.lens.compare import compare
 
     comparison = compare(seen, other, kind=kind)
@@ -187,26 +216,50 @@ def circuit(
     model: ModelPath,
     task: Annotated[str, argument("FILE", "A table of prompts: clean, corrupted, answer, wrong; or `repeats`.")],
     faithfulness: Annotated[float, typer.Option(metavar="X", help="Share of the behaviour to explain.")] = 0.85,
-    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Pairs to read at most.")] = 16,
+    pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of pairs to read.")] = 16,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps between corrupted and clean embeddings.")] = 5,
     out: Annotated[Path | None, option("F", "Draw it: .png, .svg or .pdf.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """The few edges between heads and networks that carry a behaviour, by edge attribution patching (EAP-IG)."""
-    if out is not None and out.suffix.lower() not in _FIGURES:
-        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_FIGURES)}")
-    terminal.check_out(out)
+    """Find the edges between heads and feed-forward layers that carry a behaviour, by attribution patching (EAP-IG)."""
+    _check_picture(out)
     from regard.foundation.progress import show_progress
     from regard.lens.circuit import find_circuit, read_task, repeats_task
 
     chosen = repeats_task(pairs) if task == "repeats" else read_task(task).first(pairs)
     opened = terminal.open_model(model, device)
     with show_progress(not as_json):
-        found = find_circuit(
-            opened, chosen.clean, chosen.corrupted, chosen.metrics(opened), faithfulness=faithfulness, steps=steps
-        )
-    terminal.print_result(found, as_json)
+        options: dict[str, Any] = {"target": chosen.targets_for(opened), "faithfulness": faithfulness, "steps": steps}
+        result = find_circuit(opened, chosen.clean, chosen.corrupted, chosen.metrics(opened), **options)
+    terminal.print_result(result, as_json)
     if out is not None:
-        found.draw(out)
-        print(out)
+        result.draw(out)
+        terminal.progress(f"wrote {out}")
+
+
+def lens(
+    model: ModelPath,
+    texts: Annotated[str, argument("FILE", "Texts to learn from, one per line; or an embedded corpus.")],
+    out: Annotated[Path | None, option("F", "Write the lens here: .safetensors.")] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Training steps.")] = 200,
+    limit: Annotated[int, typer.Option(metavar="N", min=2, help="Maximum number of texts to read.")] = 2000,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Learn a tuned lens: what each layer would predict if it were the last, and how far that is from the model's own
+    prediction."""
+    if out is not None and out.suffix != ".safetensors":
+        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in .safetensors")
+    terminal.check_out(out)
+    from regard.foundation.progress import show_progress
+    from regard.lens.tuned_lens import read_texts, train_tuned_lens
+
+    rows = read_texts(texts, limit)
+    opened = terminal.open_model(model, device)
+    with show_progress(not as_json):
+        result = train_tuned_lens(opened, rows, steps=steps)
+    terminal.print_result(result, as_json)
+    if out is not None:
+        result.lens.save(out)
+        terminal.progress(f"wrote {out}")

@@ -1,4 +1,4 @@
-"""What commands read and print: models, texts, answers and failures."""
+"""Input and output of commands: models, texts, results and failures."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from regard.errors import BadModelFile, RegardError, UsageError
 from regard.foundation.language import localise
 
 from . import advice
+from .options import DTYPES
 
 if TYPE_CHECKING:
     from regard.data.record_files import Records
@@ -25,7 +26,7 @@ _IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 
 
 def allow_any_text() -> None:
-    """Write what the terminal's encoding lacks as \\uXXXX: a terminal of ASCII or cp1252 must not stop a command."""
+    """Print characters outside the terminal's encoding as \\uXXXX, so that ASCII or cp1252 does not stop a command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -39,27 +40,27 @@ def print_result(result: Any, as_json: bool) -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """The one document that `--json` promises on stdout. NaN and infinity are not JSON, so they fail here."""
+    """Print the single document of `--json`. NaN and infinity are not JSON and raise ValueError."""
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
     print(json.dumps(document, ensure_ascii=not is_unicode, indent=2, allow_nan=False))
 
 
 def progress(line: str) -> None:
-    """Print to stderr, where it cannot mix with the answer."""
+    """Print a line to stderr, so that it does not mix with the result."""
     print(localise(line), file=sys.stderr, flush=True)
 
 
 def report_failure(failure: Exception, command: Sequence[str] = ()) -> None:
-    """One line on stderr, whatever the message holds, for logs and scripts; bad lines of data get one each."""
+    """Print a failure as a single line on stderr, for logs and scripts; each bad line of data gets another."""
     lines, message = [str(line) for line in getattr(failure, "lines", ())], str(failure)
     if isinstance(failure, OSError) and failure.filename is not None and failure.strerror:
-        # Without the temporary name that a file has while it is written.
+        # Replace the temporary name of a file being written by its final name.
         name = re.sub(r"/\.([^/]+?)\.[a-z0-9_]{8}(\.saving)?(?=/|$)", r"/\1", str(failure.filename))
         message = f"{name} cannot be read or written: {failure.strerror}"
     message = advice.in_command_line_terms(message.split("\n", 1)[0] if lines else message)
-    said = localise(" ".join(message.split()) or type(failure).__name__)
+    text = localise(" ".join(message.split()) or type(failure).__name__)
     hint = localise(advice.advise(command, failure))
-    progress(f"regard: {said.removesuffix('.') if hint else said}{hint}")
+    progress(f"regard: {text.removesuffix('.') if hint else text}{hint}")
     for line in lines:
         progress(" ".join(line.split()))
     if (n_hidden := getattr(failure, "n_bad", 0) - len(lines)) > 0:
@@ -68,7 +69,7 @@ def report_failure(failure: Exception, command: Sequence[str] = ()) -> None:
 
 @contextmanager
 def usage_errors(*names: str) -> Iterator[None]:
-    """Turn the library's ValueErrors about these arguments into usage errors (exit code 2) about the options."""
+    """Context that turns the library's ValueErrors about these arguments into usage errors about the options."""
     try:
         yield
     except UsageError:
@@ -81,7 +82,7 @@ def usage_errors(*names: str) -> Iterator[None]:
 
 
 def device_name(name: str) -> str:
-    """The device asked for; ``auto`` is the best there is."""
+    """The name of a device after resolving ``auto`` to the best one available."""
     if name == "cpu":
         return name
     from regard.foundation.device import resolve_device
@@ -92,9 +93,13 @@ def device_name(name: str) -> str:
         raise UsageError(str(error).replace("--device=", "--device ").replace("; use ", "; ")) from None
 
 
-def open_model(path: str | Path, device: str = "auto", engine: str = "torch") -> Model:
-    """The model at a path, computed by torch or by ONNX Runtime."""
+def open_model(path: str | Path, device: str = "auto", engine: str = "torch", dtype: str | None = None) -> Model:
+    """The model at a path, run by torch or by ONNX Runtime."""
     device = device_name(device)
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    if dtype is not None and engine != "torch":
+        raise UsageError(f"--dtype {dtype} is for --engine torch; the precision of an export is fixed")
     if engine == "onnx":
         check_export(path, "onnx")
         if (Path(path) / "config.json").is_file() and not (Path(path) / "onnx").is_dir():
@@ -103,20 +108,20 @@ def open_model(path: str | Path, device: str = "auto", engine: str = "torch") ->
 
         return open_onnx(path)
     if engine != "torch":
-        raise UsageError(f"--engine {engine} is none of torch, onnx")
+        raise UsageError(f"--engine {engine} is not one of torch, onnx")
     from regard.io import load
 
-    return load(path, device=device)
+    return load(path, device=device, dtype=dtype)
 
 
 def check_export(path: str | Path, engine: str) -> None:
-    """Refuse a run, which another engine than torch cannot read."""
+    """Raise an error for a run, which only the torch engine can read."""
     if (Path(path) / "run.json").is_file():
         raise RegardError(f"{path} is a run, not an export; regard export {path} {engine} shipped makes one")
 
 
 def read_text(file: Path | None) -> str:
-    """All of a file or of stdin; anything but UTF-8 text is refused."""
+    """The contents of a file or of stdin; anything but UTF-8 text is refused."""
     if file is None and sys.stdin.isatty():
         raise UsageError("there is nothing to read: give text, --file F, or pipe text in")
     name = "the input" if file is None else str(file)
@@ -133,7 +138,7 @@ def decode_text(raw: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         raise RegardError(f"{name} is not UTF-8 text: byte 0x{raw[error.start]:02x} at {error.start}") from None
     if "\0" in text:
-        raise RegardError(f"{name} is not text: it holds a NUL character at {text.index(chr(0))}")
+        raise RegardError(f"{name} is not text: it contains a NUL character at {text.index(chr(0))}")
     return text
 
 
@@ -146,9 +151,9 @@ def read_records(
     stream: bool,
     images: bool = False,
 ) -> Records | None:
-    """The texts or images given, else the records of a file or the lines of stdin, blank ones included.
+    """The given texts or images, else the records of a file or the lines of stdin, including blank lines.
 
-    None with ``stream``: lines are answered as they come.
+    None with ``stream``, as lines are then answered one by one.
     """
     from regard.data.record_files import open_records, text_records
 
@@ -157,9 +162,9 @@ def read_records(
             raise UsageError("--stream answers the lines of stdin: leave out the texts and --file")
         return None
     if column is not None and file is None:
-        raise UsageError(f"--column {column} is one of a table: --file F names it")
+        raise UsageError(f"--column {column} needs a table: name it with --file F")
     if texts:
-        _refuse_both(file)
+        _refuse_file(file)
         if images and len(texts) == 1 and Path(texts[0]).is_dir():
             return open_records(Path(texts[0]))
         if images:
@@ -175,40 +180,41 @@ def read_records(
 
 
 def stdin_lines() -> Iterator[str]:
-    """Each line of stdin as it comes."""
+    """Yield each line of stdin as it arrives."""
     for number, raw in enumerate(sys.stdin.buffer, start=1):
         yield decode_text(raw, f"line {number} of the input").removesuffix("\n").removesuffix("\r")
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The prompt given, else all of a file or of stdin without the end of its last line."""
+    """The given prompt, else the contents of a file or of stdin without the last line break."""
     if prompt is not None:
-        _refuse_both(file)
+        _refuse_file(file)
         return prompt
     return read_text(file).removesuffix("\n").removesuffix("\r")
 
 
-def _refuse_both(file: Path | None) -> None:
+def _refuse_file(file: Path | None) -> None:
+    """Refuse --file in addition to text."""
     if file is not None:
         raise UsageError(f"--file {file} and text are both given: one of them is enough")
 
 
 def check_out(out: Path | None) -> None:
-    """Refuse a file that cannot be written, before any work is done."""
+    """Raise an error for a file that cannot be written, before any work is done."""
     if out is None:
         return
     if out.suffix == ".gz":
-        raise UsageError(f"--out {out}: nothing is packed here; leave out .gz")
+        raise UsageError(f"--out {out}: output is not compressed; leave out .gz")
     if out.is_dir():
         raise RegardError(f"--out {out} is a directory; a file is needed")
     if not out.parent.is_dir():
         raise RegardError(f"--out {out} cannot be written: there is no directory {out.parent}")
     if not os.access(out.parent, os.W_OK):
-        raise RegardError(f"--out {out} cannot be written: {out.parent} may not be written to")
+        raise RegardError(f"--out {out} cannot be written: {out.parent} is not writable")
 
 
 def refuse_images(model: Model, inputs: Sequence[str]) -> None:
-    """Refuse the name of an image file where the model reads text: it would be taken for a sentence."""
+    """Refuse the name of an image file for a model that reads text, which would take it for a sentence."""
     for name in inputs if model.config.source == "text" else ():
         if name.lower().endswith(_IMAGE_SUFFIXES) and Path(name).is_file():
             raise UsageError(f"{name} is an image file, and this model reads text")
@@ -219,7 +225,7 @@ def one_line(text: str) -> str:
 
 
 def without_none(**options: Any) -> dict[str, Any]:
-    """The options that were given."""
+    """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

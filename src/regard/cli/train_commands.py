@@ -1,4 +1,4 @@
-"""`regard train` and `regard eval`: a run from words, a config file or a checkpoint, and how good it is."""
+"""`regard train`, `eval`, `distill`, `backtranslate` and `average`: training runs, their metrics and their data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ def train(
     ctx: typer.Context,
     task: Annotated[
         str | None,
-        argument("TASK", "translate, lm, mlm, sft, dpo, classify, classify-images, tag or caption.", completion.tasks),
+        argument(
+            "TASK",
+            "translate, lm, mlm, electra, sft, dpo, classify, classify-images, tag, caption, contrast, embed "
+            "or answer.",
+            completion.tasks,
+        ),
     ] = None,
     words: Words = None,
     preset: Annotated[
@@ -35,7 +40,7 @@ def train(
         Path | None, option("FILE", "Write every field of the run to this file, then train.")
     ] = None,
     resume: Annotated[
-        str | None, option("RUN", "Go on with the run in this directory.", complete=completion.models)
+        str | None, option("RUN", "Resume the run in this directory.", complete=completion.models)
     ] = None,
     schedule: Annotated[
         str | None,
@@ -46,7 +51,7 @@ def train(
         ),
     ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, flag("--quiet", "Only the answer at the end.")] = False,
+    quiet: Annotated[bool, flag("--quiet", "Print only the final result.")] = False,
     list_recipes: Annotated[bool, flag("--list", "Show tasks, presets and models, and exit.")] = False,
     list_fields: Annotated[
         bool, flag("--fields", "Show every data., model. and train. field with its default, and exit.")
@@ -71,18 +76,18 @@ def train(
     if resume is not None:
         options = {"--preset": preset, "--config": config, "--save-config": save_config}
         for name in (name for name, value in options.items() if value is not None):
-            raise UsageError(f"--resume goes on with the run's own recipe; {name} cannot change it")
+            raise UsageError(f"--resume keeps the run's own recipe; {name} cannot change it")
         _resume(resume, arguments, schedule, style, as_json)
         return
     if schedule is not None:
-        raise UsageError(f"--schedule {schedule} is for --resume RUN; train.schedule=… chooses that of a new run")
+        raise UsageError(f"--schedule {schedule} is for --resume RUN; for a new run, use train.schedule=…")
     from regard.recipes import TASKS, run_config
 
     has_task = bool(arguments) and "=" not in arguments[0]
     if not has_task and preset is None and config is None:
-        raise UsageError(f"a task comes first: regard train TASK, one of {', '.join(TASKS)}")
-    typed_task, overrides = (arguments[0], arguments[1:]) if has_task else (None, arguments)
-    run = run_config(typed_task, overrides, preset=preset, config_file=config)
+        raise UsageError(f"name a task first: regard train TASK, one of {', '.join(TASKS)}")
+    task, overrides = (arguments[0], arguments[1:]) if has_task else (None, arguments)
+    run = run_config(task, overrides, preset=preset, config_file=config)
     if save_config is not None:
         from regard.config.config_file import save_config_file
 
@@ -101,24 +106,24 @@ def _resume(run: str, words: list[str], schedule: str | None, style: Style, as_j
     if words and "=" not in words[0]:
         raise UsageError(f"--resume RUN knows its task: leave out {words[0]!r}")
     if schedule not in (None, "restart", "continue"):
-        raise UsageError(f"--schedule {schedule} is none of restart, continue")
-    given = parse_overrides(words, sections={"train": TrainConfig, "data": DataConfig})
+        raise UsageError(f"--schedule {schedule} is not one of restart, continue")
+    overrides = parse_overrides(words, sections={"train": TrainConfig, "data": DataConfig})
     for section, allowed in {"train": RESUMABLE, "data": ("source", "valid", "images")}.items():
-        for field in given.get(section, {}):
+        for field in overrides.get(section, {}):
             if field not in allowed:
                 names = ", ".join(f"{section}.{name}" for name in allowed)
                 raise UsageError(f"{section}.{field} cannot change in a resumed run; {names} can")
-    overrides: dict[str, Any] = given.get("train", {})
-    build_section("train", TrainConfig, overrides)  # refuses values that are wrong in any run
+    train_fields: dict[str, Any] = overrides.get("train", {})
+    build_section("train", TrainConfig, train_fields)  # refuses values that are wrong in any run
     from regard.training.trainer import resume
 
-    options: dict[str, Any] = {"data": given["data"]} if "data" in given else {}
+    options: dict[str, Any] = {"data": overrides["data"]} if "data" in overrides else {}
     options |= {"restart_schedule": True} if schedule == "restart" else {}
-    _print_once(resume(run, style=style, **options, **overrides), as_json)
+    _print_once(resume(run, style=style, **options, **train_fields), as_json)
 
 
 def _print_once(result: Any, as_json: bool) -> None:
-    """Of the processes torchrun started, only the first prints."""
+    """Print the result in the first of the processes that torchrun started."""
     if os.environ.get("RANK", "0") == "0":
         terminal.print_result(result, as_json)
 
@@ -134,31 +139,33 @@ def evaluate(
         Path | None, typer.Option(file_okay=False, help="Folder for the output of every example and the worst cases.")
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Which examples: valid, another set the source holds out, all of those, or train.")
+        str,
+        typer.Option(help="Examples: valid, another held-out set of the source, all (every held-out set), or train."),
     ] = "valid",
     beam: Annotated[int | None, option(None, "Beam width; as in training unless given.", least=1)] = None,
     length_penalty: Annotated[float | None, option(None, "Length penalty; as in training unless given.")] = None,
-    stride: Annotated[int | None, option(None, "Move the window of perplexity by so many tokens.", least=1)] = None,
+    stride: Annotated[int | None, option(None, "Stride of the perplexity window, in tokens.", least=1)] = None,
     comet: Annotated[
-        str | None, option("MODEL", "Also COMET by this model, such as Unbabel/wmt22-comet-da; needs unbabel-comet.")
+        str | None,
+        option("MODEL", "Also compute COMET with this model, such as Unbabel/wmt22-comet-da; needs unbabel-comet."),
     ] = None,
-    limit: Annotated[int | None, option(None, "Only the first so many examples.", least=1)] = None,
+    limit: Annotated[int | None, option(None, "Evaluate at most this many examples.", least=1)] = None,
     device: Device = "auto",
     precision: Annotated[
-        str | None, option(None, "fp32, bf16 or fp16: of the loss's matrix products.", default="fp32")
+        str | None, option(None, "Precision of the loss's matrix products: fp32, bf16 or fp16.", default="fp32")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Metrics on held-out data: the run's own, or data.source=… and other data.* words."""
+    """Evaluate on held-out data: the run's own, or data.source=… with other data.* fields."""
     from regard.config import DataConfig
     from regard.config.overrides import parse_overrides
     from regard.foundation.device import DEVICES
 
     data: dict[str, Any] = parse_overrides(words or [], sections={"data": DataConfig}).get("data", {})
     if device not in DEVICES:
-        raise UsageError(f"--device {device} is none of {', '.join(DEVICES)}")
+        raise UsageError(f"--device {device} is not one of {', '.join(DEVICES)}")
     if precision not in (None, "fp32", "bf16", "fp16"):
-        raise UsageError(f"--precision {precision} is none of fp32, bf16, fp16")
+        raise UsageError(f"--precision {precision} is not one of fp32, bf16, fp16")
     from regard.training.evaluation import evaluate as run
 
     decoding = without_none(beam=beam, length_penalty=length_penalty, stride=stride, limit=limit, precision=precision)
@@ -174,13 +181,14 @@ def distill(
     words: Words = None,
     beam: Annotated[int, typer.Option(min=1, help="Beam width.")] = 4,
     length_penalty: Annotated[float, typer.Option(help="Length penalty.")] = 1.0,
-    limit: Annotated[int | None, option(None, "Only the first so many sources.", least=1)] = None,
+    limit: Annotated[int | None, option(None, "Translate at most this many sources.", least=1)] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Write a student's training data: the sources a translator learned from, with its own translations.
 
-    Of the run's own data, or of data.source=… and other data.* words. Held-out pairs go to OUT.valid as they are.
+    The sources are those of the run's data, or of data.source=… with other data.* fields. Held-out pairs are written to
+    OUT.valid unchanged.
     """
     from regard.config import DataConfig
     from regard.config.overrides import parse_overrides
@@ -194,26 +202,26 @@ def distill(
 def backtranslate(
     model: Annotated[
         str,
-        argument("MODEL", "A translator of the other direction, which reads what TEXTS holds.", completion.models),
+        argument("MODEL", "A translator in the other direction, from the language of TEXTS.", completion.models),
     ],
     texts: Annotated[Path, argument("TEXTS", "Lines of text, or a table.")],
     out: Annotated[Path, argument("OUT", "The file for the pairs: .tsv or .jsonl.")],
     beam: Beam = None,
-    sample: Annotated[bool, flag("--sample", "Draw the sources instead of searching for the likeliest.")] = False,
-    temperature: Annotated[float | None, option("T", "Draw tokens, the flatter the higher.")] = None,
-    top_k: Annotated[int | None, option("K", "Draw among the K likeliest.")] = None,
-    top_p: Annotated[float | None, option("P", "Draw among the likeliest that have P.")] = None,
-    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    sample: Annotated[bool, flag("--sample", "Sample the sources instead of searching for the likeliest.")] = False,
+    temperature: Annotated[float | None, option("T", "Sample tokens; higher values are more random.")] = None,
+    top_k: Annotated[int | None, option("K", "Sample among the K likeliest tokens.")] = None,
+    top_p: Annotated[float | None, option("P", "Sample among the likeliest tokens of total probability P.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     tag: Annotated[str | None, option("TEXT", "Put this before every source, such as '<BT>'.")] = None,
     column: Column = None,
     encoding: Encoding = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Make pairs of texts in one language: a translator writes the other side, with beam 4 unless it draws.
+    """Make pairs from texts in one language: a translator generates the other side, with beam 4 unless it samples.
 
-    The pairs are sources by the model and targets as they are. Train on them beside real ones:
-    data.source=pairs.tsv,OUT. A command that was stopped goes on when it is typed again.
+    Each pair is a source from the model and an unchanged target. Train on them together with real pairs:
+    data.source=pairs.tsv,OUT. Run the same command again to resume one that was stopped.
     """
     from regard.generation import GenerateConfig
 
@@ -221,7 +229,7 @@ def backtranslate(
     with terminal.usage_errors(*decoding):
         GenerateConfig(**decoding)
     terminal.check_out(out)
-    terminal.read_records(None, texts, column, encoding, stream=False)  # refuses a column that is not there
+    terminal.read_records(None, texts, column, encoding, stream=False)  # refuses an unknown column
     from regard.training.back_translation import back_translate as run
 
     options: dict[str, Any] = {"column": column, "encoding": encoding, "tag": tag, "seed": seed, "device": device}

@@ -1,6 +1,6 @@
-"""What a model, its data and its training are, as checked data: every choice a field, one sentence where one is wrong.
+"""Configs of models, data and training: every choice is a checked field, and an error is one sentence.
 
-No torch here: a config can be read, checked and shown without loading anything.
+Free of torch: a config can be read, checked and shown without loading it.
 """
 
 from .base import Config

@@ -1,4 +1,4 @@
-"""The base of all configs: checked, frozen, and errors of one sentence."""
+"""The base class of all configs: frozen, checked, with errors of one sentence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..foundation.checks import nearest_name
 
 
 class Config(BaseModel):
-    """Base of all configs: frozen, no unknown fields, and an error that offers the nearest name."""
+    """Base class of all configs: frozen, without unknown fields; errors suggest the nearest name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -31,28 +31,28 @@ class Config(BaseModel):
             raise ValueError(message) from None
 
     def with_(self, **changes: Any) -> Self:
-        """The same config with some fields changed, checked again."""
+        """A copy with the given fields changed, checked again."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
     def check_at_least(self, least: float, fields: Iterable[str]) -> None:
-        """Refuse values of these fields below ``least`` (0 or 1); None passes."""
+        """Reject values of these fields below ``least`` (0 or 1); None passes."""
         for name in fields:
-            if (value := getattr(self, name)) is not None and value < least:
+            if (value := getattr(self, name)) is not None and not value >= least:  # rejects NaN too
                 raise ValueError(f"{name}={value} must {'be at least 1' if least else 'not be negative'}")
 
     def check_at_most(self, most: int, fields: Iterable[str]) -> None:
-        """Refuse values of these fields above ``most``; None passes."""
+        """Reject values of these fields above ``most``; None passes."""
         for name in fields:
             if (value := getattr(self, name)) is not None and value > most:
                 raise ValueError(f"{name}={str(value)[:40]} must be at most {most:,}")
 
     def check_shares(self, fields: Iterable[str]) -> None:
-        """Refuse values of these fields outside [0, 1); None passes."""
+        """Reject values of these fields outside [0, 1); None passes."""
         for name in fields:
             if (value := getattr(self, name)) is not None and not 0 <= value < 1:
                 raise ValueError(f"{name}={value} must lie in [0, 1)")
 
 
 def split_commas(value: Any) -> Any:
-    """``0.9,0.98`` as it is typed → ("0.9", "0.98"); anything but a string stays."""
+    """``0.9,0.98`` → ("0.9", "0.98"); a value that is not a string is returned unchanged."""
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value

@@ -1,15 +1,18 @@
-"""Config files: a run as YAML, TOML or JSON, written by a person, by ``--save-config``, or the run.json of a run.
+"""Config files: a run as YAML, TOML or JSON, written by hand, by ``--save-config``, or the run.json of a run.
 
-A file is data only, nothing in it is imported or run. It may hold ``task``, ``preset`` (a recipe), and the sections
-``data``, ``model`` and ``train`` with any of their fields; ``data: SOURCE`` and ``model: PRESET`` are short forms.
+A file is only data: nothing in it is imported or run. It may have the keys ``task``, ``preset`` (a recipe), and the
+sections ``data``, ``model`` and ``train`` with any of their fields; ``data: SOURCE`` and ``model: PRESET`` are short
+forms.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +24,14 @@ from .overrides import PRESET, SECTIONS, SHORT_FORMS, check_fields, field_names
 from .train_config import RunConfig
 
 SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-_RUN_FILE = "run.json"  # what a run directory calls its own config
+_MAX_DEPTH = 100  # maximum nesting of brackets in a YAML file
+_RUN_FILE = "run.json"  # the config in a run directory
 
 
 def load_config_file(path: str | Path) -> dict[str, Any]:
-    """The keys of a config file, its sections checked field by field; errors begin with the file's name.
+    """The content of a config file, its sections checked field by field; errors begin with the file's name.
 
-    Of a run's own run.json, ``train.out`` is left out: another run needs another directory.
+    ``train.out`` of a run's run.json is dropped, because a new run needs its own directory.
     """
     path = Path(path)
     if path.is_dir() and (path / _RUN_FILE).is_file():
@@ -41,7 +45,7 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
             text = raw.decode("utf-8")
             fields = tomllib.loads(text) if path.suffix == ".toml" else parse_yaml(text)
         if not isinstance(fields, dict):
-            raise UsageError("it holds no fields: sections and their fields are written field: value")
+            raise UsageError("it has no fields: write sections and their fields as field: value")
         content = check_content(fields)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -57,7 +61,7 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def check_content(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a config file with short forms written out and all fields checked."""
+    """The content of a config file with short forms expanded and all fields checked."""
     keys = ("task", PRESET, *SECTIONS)
     for key in content:
         if key not in keys:
@@ -68,27 +72,29 @@ def check_content(content: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(fields, str) and section in SHORT_FORMS:
             fields = {SHORT_FORMS[section]: fields}
         if not isinstance(fields, Mapping):
-            raise UsageError(f"{section} is a section: its fields are field: value, one below the other")
+            raise UsageError(f"{section} is a section: write its fields as field: value, one per line")
         checked[section] = check_fields(section, fields)
     return checked
 
 
 def load_package_data(name: str) -> dict[str, Any]:
-    """A YAML file of this package, its scalars as texts."""
+    """A YAML file of this package, with all scalars as strings."""
     return parse_yaml(files("regard").joinpath(name).read_text(encoding="utf-8"))
 
 
 def save_config_file(path: str | Path, config: RunConfig) -> None:
-    """Write every field of a run, in the format that the file's name ends with."""
+    """Write every field of a run, in the format of the file's suffix."""
     path = Path(path)
     check_suffix(path)
     content = config.model_dump(mode="json")
     if (scaling := content["model"]["rope_scaling"]) is not None:
         content["model"]["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None}
+    if config.model.text_model is not None:
+        content["model"]["text_model"] = config.model.text_model.model_dump(mode="json", exclude_defaults=True)
     if path.suffix == ".json":
         text = to_json(content).decode()
     elif path.suffix == ".toml":
-        # TOML has no null: None is written "none", which is how it is typed.
+        # TOML has no null: None is written "none", as in an override.
         lines = [f"{key} = {_toml_value(value)}" for key, value in content.items() if not isinstance(value, dict)]
         for section in SECTIONS:
             fields = (f"{key} = {_toml_value(value)}" for key, value in content[section].items())
@@ -103,30 +109,33 @@ def save_config_file(path: str | Path, config: RunConfig) -> None:
 
 
 def check_suffix(path: Path) -> None:
-    """Refuse a name that does not end with the name of a format."""
+    """Reject a file name without the suffix of a known format."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path} ends in {path.suffix or 'nothing'}; a config file ends in {', '.join(SUFFIXES)}")
 
 
 def parse_yaml(text: str) -> Any:
-    """All scalars stay texts, for the field's type to decide: ``off`` is no boolean and ``3e-4`` a number.
+    """Parse YAML with all scalars as strings, which the field's type then parses: ``off`` is not a boolean.
 
-    ``<<: *name`` takes over the fields of another mapping, as in YAML 1.1.
+    ``<<: *name`` merges the fields of another mapping, as in YAML 1.1.
     """
     import yaml
 
     class Loader(yaml.BaseLoader):  # type: ignore[misc]  # PyYAML has no types
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [key.value for key, _ in node.value]
-            if twice := [key for i, key in enumerate(keys) if key in keys[:i]]:
-                raise ValueError(f"it names {twice[0]!r} twice")
+            if repeated := [key for i, key in enumerate(keys) if key in keys[:i]]:
+                raise ValueError(f"it names {repeated[0]!r} twice")
             fields = super().construct_mapping(node, deep)
             if not isinstance(base := fields.pop("<<", {}), dict):
-                raise ValueError("<<: takes over the fields of one mapping")
+                raise ValueError("<<: merges the fields of one mapping")
             return base | fields
 
+    depths = accumulate(1 if bracket in "[{" else -1 for bracket in re.findall(r"[\[\]{}]", text))
+    if max(depths, default=0) > _MAX_DEPTH:  # PyYAML would run for seconds before it reaches Python's recursion limit
+        raise ValueError("it is nested too deeply")
     try:
-        return yaml.load(text, Loader)  # BaseLoader makes texts, lists and mappings only
+        return yaml.load(text, Loader)  # BaseLoader makes only strings, lists and mappings
     except yaml.YAMLError as error:
         raise ValueError(f"it is not YAML: {error}") from None
     except RecursionError:

@@ -1,30 +1,26 @@
-"""The table of mechanisms: what may mix tokens in a model, what each can do and what it costs.
+"""The table of token mixers: attention mechanisms and their replacements, what each can do and what it costs.
 
-A mechanism is a class in a file of its own and one entry here. All other modules ask the entry for its facts and never
-look at its name. The class is imported when a model is built, so this module needs no torch. From outside the package
-the same entry is one line, ``MIXERS["mine"] = Mixer(…)``.
+A mixer is a class in a file of its own and one entry here. All other modules read the properties of the entry and never
+its name. The class is imported when a model is built, so this module needs no torch. Outside the package, an entry is
+one line, ``MIXERS["mine"] = Mixer(…)``.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..foundation.checks import nearest_name
+from ..foundation.plugins import MIXERS_VARIABLE, environment_names, import_class, unregistered_class
 
 if TYPE_CHECKING:
     from .model_config import ModelConfig
 
-VARIABLE = "REGARD_MIXERS"  # environment variable with mechanisms of one's own, MODULE:CLASS separated by commas
-
 
 class MixingWork(NamedTuple):
-    """What decides the cost of mixing in one layer, for one token."""
+    """The sizes that determine the cost of mixing one token in one layer."""
 
     n_heads: int
     d_head: int
@@ -33,27 +29,33 @@ class MixingWork(NamedTuple):
 
 
 def pairs_flops(work: MixingWork) -> float:
-    """q·k and weight · v for every key, a multiplication and an addition each."""
+    """q·k and weight · v for every key, each a multiplication and an addition per dimension."""
     return 4 * work.n_heads * work.d_head * work.keys
 
 
 @dataclass(frozen=True)
 class Mixer:
-    """One entry. The defaults describe attention by scores of token pairs, which can do everything."""
+    """One entry. The defaults describe attention by scores of token pairs, which supports everything."""
 
-    make: str  # package.module:Class, an attention.Mechanism; without weights a module (B, T, M) → (B, T, M)
-    summary: str = ""  # one line for people
+    make: str  # package.module:Class, an attention.Mechanism; without weights, a module (B, T, M) → (B, T, M)
+    summary: str = ""  # one line, for listings
     causal: bool = True  # the future, or any other pair of tokens, can be masked; False: mixes all tokens at once
-    by_token: bool = True  # can decode token by token with a KV cache; never without causal
+    by_token: bool = True  # can decode token by token with a KV cache; requires causal
     pairs: bool = True  # scores pairs of tokens, so that a position bias (alibi, t5, xl) can be added
-    recurrent: bool = False  # a module in attention's place with a state that goes from token to token
-    weights: bool = True  # is attention: has queries, keys and weights; False: a module in attention's place
-    cross: bool = True  # can attend to another sequence; where it cannot, the scaled dot product is used there
+    recurrent: bool = False  # replaces attention by a module that carries a state from token to token
+    softmax: bool = True  # its weights are a softmax of scores, to which sinks can be added
+    weights: bool = True  # is attention, with queries, keys and weights; False: a module that replaces attention
+    cross: bool = True  # can attend to another sequence; if not, cross-attention is the scaled dot product
     size: int | None = None  # default of mixer_size (random features, rank); None: mixer_size is not used
     built_for_length: bool = False  # has parameters for max_len tokens
+    maps: int = 1  # attention maps per head; n_heads and n_kv_heads count maps and are multiples of it
+    by_layer: bool = False  # for_model also takes the layer's number, from 0
     scaled: bool = True  # attention_scale is a factor on its scores
-    backends: tuple[str, ...] | None = None  # which compute it, as in attention's table; None: found out when it runs
+    backends: tuple[str, ...] | None = None  # backends that compute it; None: determined when it runs
     flops: Callable[[MixingWork], float] = pairs_flops  # forward, one token, one layer, without W_q, W_k, W_v and W_o
+    products: Callable[[ModelConfig], int] | None = None  # if recurrent: weights multiplied per token
+    keeps_states: bool = False  # if recurrent: training saves a state for each token, not for each chunk
+    conv_width: Callable[[ModelConfig], int] | None = None  # if recurrent: channels of its convolution
 
     def __post_init__(self) -> None:
         if not all(self.make.partition(":")):
@@ -63,10 +65,11 @@ class Mixer:
         if not self.weights:
             object.__setattr__(self, "pairs", False)
             object.__setattr__(self, "cross", False)
+            object.__setattr__(self, "softmax", False)
 
     @property
     def family(self) -> Any:
-        """The class itself; its module is imported now."""
+        """The class, imported on access."""
         module_name, _, name = self.make.partition(":")
         module = importlib.import_module(module_name)
         if not hasattr(module, name):
@@ -74,8 +77,20 @@ class Mixer:
         return getattr(module, name)
 
     def size_of(self, mixer_size: int | None) -> int:
-        """The configured mixer_size or the default; 0 where it is not used."""
+        """The configured mixer_size or the default; 0 if the mixer has no size."""
         return (mixer_size or self.size) if self.size is not None else 0
+
+
+def _mamba_products(config: ModelConfig) -> int:
+    """Input projection of gate and values, output projection; Δ, B and C from the values, Δ through ``step_rank``."""
+    inner, rank = config.n_heads * config.head_width, config.step_rank or -(-config.d_model // 16)
+    return 3 * config.d_model * inner + inner * (2 * rank + 2 * config.mixing.size_of(config.mixer_size))
+
+
+def _mamba2_width(config: ModelConfig) -> int:
+    """Values, B and C."""
+    shared = (config.n_kv_heads or 1) * config.mixing.size_of(config.mixer_size)
+    return config.n_heads * config.head_width + 2 * shared
 
 
 MIXERS: dict[str, Mixer] = {
@@ -89,13 +104,29 @@ MIXERS: dict[str, Mixer] = {
         "v · tanh(W q + W k) (Bahdanau et al. 2015)",
         scaled=False,
         backends=("reference", "tiled", "triton"),
-        # W_q q and W_k k once a token; v · tanh(…) and weight · value for every pair
+        # W_q q and W_k k once per token; v · tanh(…) and weight · value for every pair
         flops=lambda work: pairs_flops(work) + 4 * work.n_heads * work.d_head**2,
+    ),
+    "sigmoid": Mixer(
+        "regard.attention.mechanisms:Sigmoid",
+        "σ(q·k + b), each weight independent (Ramapuram et al. 2024)",
+        softmax=False,
+        backends=("reference", "tiled"),
+    ),
+    "differential": Mixer(
+        "regard.attention.differential:Differential",
+        "the difference of two maps per head (Ye et al. 2024)",
+        maps=2,
+        by_layer=True,
+        backends=("reference", "sdpa", "flex", "tiled", "triton"),
+        # q·k of every map, and its weights with values of twice the width
+        flops=lambda work: 6 * work.n_heads * work.d_head * work.keys,
     ),
     "linear": Mixer(
         "regard.attention.linear_attention:Linear",
         "φ(q)·φ(k) with φ = elu + 1, O(T) (Katharopoulos et al. 2020)",
         pairs=False,
+        softmax=False,
         scaled=False,
         backends=("reference", "linear"),
         # φ(k) vᵀ is added to a D × D state, φ(q) is multiplied with it
@@ -105,6 +136,7 @@ MIXERS: dict[str, Mixer] = {
         "regard.attention.linear_attention:Performer",
         "softmax's kernel by random features, O(T) (Choromanski et al. 2021)",
         pairs=False,
+        softmax=False,
         scaled=False,
         backends=("reference", "linear"),
         size=256,
@@ -132,6 +164,20 @@ MIXERS: dict[str, Mixer] = {
         backends=(),
         flops=lambda work: 0.0,  # no matrix products
     ),
+    "mamba": Mixer(
+        "regard.attention.selective_scan:Mamba",
+        "selective state spaces, O(T), a state of constant size (Gu & Dao 2023)",
+        recurrent=True,
+        weights=False,
+        scaled=False,
+        size=16,
+        backends=(),
+        # x B is added to N states of a channel, which are multiplied with C
+        flops=lambda work: 4 * work.n_heads * work.d_head * work.size,
+        products=_mamba_products,
+        keeps_states=True,
+        conv_width=lambda config: config.n_heads * config.head_width,
+    ),
     "mamba2": Mixer(
         "regard.attention.state_space:Mamba2",
         "state-space model, O(T), a state of constant size (Dao & Gu 2024)",
@@ -142,87 +188,98 @@ MIXERS: dict[str, Mixer] = {
         backends=(),
         # x Bᵀ is added to a P × N state, which is multiplied with C
         flops=lambda work: 4 * work.n_heads * work.d_head * work.size,
+        # gate, values, B, C and Δ in; the heads out
+        products=lambda config: (
+            config.d_model * (2 * config.n_heads * config.head_width + _mamba2_width(config) + config.n_heads)
+        ),
+        conv_width=lambda config: _mamba2_width(config),
     ),
 }
 
 
 def get_mixer(name: str) -> Mixer:
-    """The entry of that name. Nothing is imported for it: only built-in and registered mechanisms are known."""
+    """The entry of that name, built-in or registered; a name alone never causes an import."""
     entry = _lookup(name) or _lookup(name, all_mixers())
     if entry is not None:
         return entry
     if ":" in name:
-        raise ValueError(
-            f"mixer={name!r} is not registered, and code that a model names is never run unasked; if you trust it, "
-            f"call regard.config.mixers.register({name!r}), or set {VARIABLE}={name}"
-        )
+        raise unregistered_class("mixer", name, "regard.config.mixers.register", MIXERS_VARIABLE)
     nearest = nearest_name(name, MIXERS, dotted=False)
     hint = f"; did you mean {nearest!r}?" if nearest else ""
-    raise ValueError(f"mixer={name!r} is none of {', '.join(MIXERS)}{hint}")
+    raise ValueError(f"mixer={name!r} is not one of {', '.join(MIXERS)}{hint}")
 
 
 def all_mixers() -> dict[str, Mixer]:
-    """The table, with the mechanisms that the environment names."""
-    for name in _environment_names():
+    """The table, including the mechanisms named in the environment."""
+    for name in environment_names(MIXERS_VARIABLE):
         register(name)
     return MIXERS
 
 
 def mixer_names() -> list[str]:
-    """What may be typed for ``mixer``, for completion: nothing is imported."""
+    """The possible values of ``mixer``, for completion; imports nothing."""
     classes = {entry.make for entry in MIXERS.values()}
-    return [*MIXERS, *(name for name in _environment_names() if name not in classes and name not in MIXERS)]
-
-
-def _environment_names() -> list[str]:
-    return [name for part in os.environ.get(VARIABLE, "").split(",") if (name := part.strip())]
+    return [
+        *MIXERS,
+        *(name for name in environment_names(MIXERS_VARIABLE) if name not in classes and name not in MIXERS),
+    ]
 
 
 def register(name: str) -> Mixer:
-    """Import ``module:Class``, from the working directory too, and enter it in the table, for child processes as well.
+    """Import ``module:Class``, also from the working directory, and add it to the table, for child processes as well.
 
-    Where the defaults of ``Mixer`` do not fit, the module makes its own entry, ``MIXERS["…"] = Mixer("module:Class",
-    causal=False, …)``. This runs the module: call it for a name that a person gave, never for one read from a file.
+    If the defaults of ``Mixer`` do not fit, the module makes its own entry, ``MIXERS["…"] = Mixer("module:Class",
+    causal=False, …)``. This runs the module: call it for a name given by the user, never for one read from a file.
     """
     if (entry := _lookup(name)) is not None:
         return entry
-    if not all(name.partition(":")):
-        raise ValueError(f"mixer={name!r} is not of the form module:Class")
-    here, module = Path.cwd(), name.partition(":")[0]
-    place = here.joinpath(*module.split("."))
-    is_here = place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
-    if is_here and not {"", str(here)} & set(sys.path):
-        sys.path.insert(0, str(here))  # as python -m does; an installed command does not
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module + ".").startswith(error.name + "."):
-            raise  # its own import of something else
-        raise ValueError(f"mixer={name!r}: there is no module {error.name!r}, here or on the path") from None
+    mechanism = import_class("mixer", name, MIXERS_VARIABLE)
     if (entry := _lookup(name)) is None:
-        lines = (Mixer(name).family.__doc__ or "").strip().splitlines()
+        lines = (mechanism.__doc__ or "").strip().splitlines()
         entry = MIXERS[name] = Mixer(name, lines[0] if lines else "")
-    os.environ[VARIABLE] = ",".join(dict.fromkeys([*_environment_names(), name]))
     return entry
 
 
 def _lookup(name: str, table: dict[str, Mixer] = MIXERS) -> Mixer | None:
-    """An entry by its name or by its class."""
+    """An entry by its name or its class."""
     return table.get(name) or next((entry for entry in table.values() if entry.make == name), None)
 
 
 def keys_per_query(config: ModelConfig, layer: int, length: int, *, causal: bool, has_memory: bool = False) -> float:
-    """Keys a query of this layer may look at, averaged over a text; ``has_memory``: in a decoder beside an encoder."""
+    """Keys that a query of this layer sees, averaged over a text; ``has_memory``: in an encoder-decoder's decoder."""
     if config.shifted_windows is not None and not has_memory:
         return min(config.shifted_windows**2, length)
     if config.sparsity == "strided":
         return _strided_keys(config.sparsity_size, length, causal)
     if config.sparsity == "bigbird":
         return _bigbird_keys(config.sparsity_size, config.sparsity_random / 100, length, causal)
+    if config.sparsity == "end-blocks":
+        return _end_blocks_keys(config.sparsity_size, config.sparsity_repeats, length)
     windowed = config.window is not None and (config.window_layers is None or layer in config.window_layers)
     window = min(config.window or length, length) if windowed else length
     past = window - window * (window - 1) / (2 * length)  # the first queries see fewer
-    return past if causal else 2 * past - 1 if window < length else length
+    if causal or window == length:
+        return past if causal else length
+    return 2 * past - 1 + _global_keys(window, min(config.global_tokens, length), length)
+
+
+def _global_keys(window: int, count: int, length: int) -> float:
+    """Keys per query beyond its window if the first ``count`` tokens see all and are seen by all."""
+    from_global = sum(length - min(i + window, length) for i in range(count))  # keys beyond the window of each
+    to_global = [min(count, i - window + 1) for i in range(window, min(length, count + window)) if i >= count]
+    return (from_global + sum(to_global) + count * max(0, length - count - window)) / length
+
+
+def _end_blocks_keys(size: int, repeats: int, length: int) -> float:
+    """Neighbouring blocks, the first and the last; short texts are seen whole."""
+    if length <= (5 + 2 * repeats) * size:
+        return float(length)
+    blocks = [min(size, length - start) for start in range(0, length, size)]
+    last, total = len(blocks) - 1, 0
+    for row, n_queries in enumerate(blocks):
+        near = range(last + 1) if row in (0, last) else {0, last, row - 1, row, row + 1}
+        total += n_queries * sum(blocks[col] for col in near)
+    return total / length
 
 
 def _strided_keys(stride: int, length: int, causal: bool) -> float:

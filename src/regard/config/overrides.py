@@ -1,7 +1,7 @@
-"""Fields as people type them: ``train.lr=3e-4``, ``train.betas=0.9,0.98``, ``model=gpt2``, ``data=pairs.tsv``.
+"""Overrides on the command line: ``train.lr=3e-4``, ``train.betas=0.9,0.98``, ``model=gpt2``, ``data=pairs.tsv``.
 
-A value is parsed by the type of its field, never by its looks: a text stays a text even where it is ``007``. The same
-checks and hints serve values from Python and from config files.
+A value is parsed by the type of its field, never by its form: ``007`` stays text in a text field. Values from Python
+and from config files go through the same checks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..errors import UsageError
 from ..foundation.checks import did_you_mean
+from ..foundation.plugins import MODELS_VARIABLE, import_class
 from .base import Config
 from .data_config import DataConfig
 from .mixers import register
@@ -23,7 +24,7 @@ from .model_config import ModelConfig
 from .train_config import TrainConfig
 
 SECTIONS: Mapping[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
-PRESET = "preset"  # a key beside the fields of a model: the name of the preset they change
+PRESET = "preset"  # a key among the fields of a model: the name of the preset that they change
 SHORT_FORMS = {"data": "source", "model": PRESET}  # data=SOURCE, model=PRESET
 
 C = TypeVar("C", bound=Config)
@@ -37,11 +38,11 @@ def field_names(sections: Mapping[str, type[Config]] = SECTIONS) -> list[str]:
 def parse_overrides(
     words: Sequence[str], *, sections: Mapping[str, type[Config]] = SECTIONS
 ) -> dict[str, dict[str, Any]]:
-    """The typed words as fields by section, each checked by its type; sections without words are left out.
+    """Words ``section.field=value`` as fields by section, each checked by its type; only sections that occur.
 
-    ``data=SOURCE`` sets data.source, and ``model=NAME`` the key ``preset`` among the model's fields. Words are typed by
-    a person, so ``model.mixer=module:Class`` is imported. A caller that reads words from a file must first check that
-    the mechanism is known, as sweeps do.
+    ``data=SOURCE`` sets data.source, and ``model=NAME`` the key ``preset`` among the model's fields. Words are taken
+    to come from the user, so ``model.mixer=module:Class`` and ``model.model_class=module:Class`` are imported. A caller
+    that reads words from a file must first check that the class is registered, as sweeps do.
     """
     fields: dict[str, dict[str, Any]] = {}
     words_by_field: dict[tuple[str, str], str] = {}
@@ -52,19 +53,19 @@ def parse_overrides(
         words_by_field[section, field] = word
         is_preset = field == PRESET and section == "model"
         value = text if is_preset else _parse_value(sections[section].model_fields[field].annotation, text, word)
-        if (section, field) == ("model", "mixer") and ":" in text:
+        if section == "model" and field in ("mixer", "model_class") and ":" in text:
             try:
-                register(text)
+                register(text) if field == "mixer" else import_class(field, text, MODELS_VARIABLE)
             except ValueError as error:
-                raise UsageError(f"{word}: {str(error).removeprefix(f'mixer={text!r}: ')}") from None
+                raise UsageError(f"{word}: {str(error).removeprefix(f'{field}={text!r}: ')}") from None
         fields.setdefault(section, {})[field] = value
     return fields
 
 
 def check_fields(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Values from Python or a config file, checked by the types of their fields; texts are parsed as typed words are.
+    """Values from Python or a config file, checked by the types of their fields; strings are parsed like overrides.
 
-    Nothing is imported: a ``model.mixer`` of one's own must be registered.
+    Imports nothing: a user's ``model.mixer`` or ``model.model_class`` must be registered first.
     """
     config = SECTIONS[section]
     checked: dict[str, Any] = {}
@@ -80,7 +81,7 @@ def check_fields(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_section(section: str, config: type[C], fields: Mapping[str, Any]) -> C:
-    """The config of a section; errors of its own checks begin with the section's name."""
+    """The config of a section; errors begin with the section's name."""
     try:
         return config(**fields)
     except ValueError as error:
@@ -112,13 +113,13 @@ def _split_word(word: str, sections: Mapping[str, type[Config]]) -> tuple[str, s
 
 
 def _parse_value(annotation: Any, value: Any, word: str) -> Any:
-    """The value as the field's type makes it; ``word`` is how errors quote it."""
-    raw = _raw(annotation, value, word) if isinstance(value, str) else value
+    """The value converted to the field's type; errors quote ``word``."""
+    raw = _parse_text(annotation, value, word) if isinstance(value, str) else value
     try:
         parsed = TypeAdapter(annotation).validate_python(raw)
     except ValidationError as error:
-        raise UsageError(_complaint(annotation, word.partition("=")[2], word, error)) from None
-    except ValueError as error:  # of a nested config
+        raise UsageError(_error_message(annotation, word.partition("=")[2], word, error)) from None
+    except ValueError as error:  # raised by a nested config
         raise UsageError(f"{word}: {error}") from None
     for number in parsed if isinstance(parsed, tuple) else (parsed,):
         if isinstance(number, float) and not math.isfinite(number):
@@ -126,13 +127,13 @@ def _parse_value(annotation: Any, value: Any, word: str) -> Any:
     return parsed
 
 
-def _raw(annotation: Any, text: str, word: str) -> Any:
-    """What pydantic gets to validate: the text itself, except for None, choices, tuples and JSON."""
+def _parse_text(annotation: Any, text: str, word: str) -> Any:
+    """The input of pydantic's validation: the text itself, or None, a choice, a tuple, or parsed JSON."""
     is_union = get_origin(annotation) in (Union, UnionType)
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if is_union else [annotation]
-    words = [kind for kind in kinds if get_origin(kind) is not tuple]  # balanced, beside a tuple of numbers
-    choices = {format_value(choice): choice for kind in words for choice in literal_choices(kind)}
-    if _optional(annotation) and text.lower() in ("none", "null"):
+    scalars = [kind for kind in kinds if get_origin(kind) is not tuple]  # "balanced" next to a tuple of numbers
+    choices = {format_value(choice): choice for kind in scalars for choice in literal_choices(kind)}
+    if _is_optional(annotation) and text.lower() in ("none", "null"):
         return None
     is_tuple = any(get_origin(kind) is tuple for kind in kinds)
     if not text and not is_tuple:
@@ -149,12 +150,12 @@ def _raw(annotation: Any, text: str, word: str) -> Any:
     return choices.get(text, text)
 
 
-def _optional(annotation: Any) -> bool:
+def _is_optional(annotation: Any) -> bool:
     return NoneType in get_args(annotation) and get_origin(annotation) is not Literal
 
 
 def literal_choices(annotation: Any) -> Iterator[Any]:
-    """The values of a Literal, alone or beside None."""
+    """The values of a Literal, alone or in a union."""
     for kind in (annotation, *get_args(annotation)):
         if get_origin(kind) is Literal:
             yield from get_args(kind)
@@ -163,10 +164,10 @@ def literal_choices(annotation: Any) -> Iterator[Any]:
 _MESSAGES = {"int": "not a whole number", "float": "not a number", "bool": "neither true nor false"}
 
 
-def _complaint(annotation: Any, text: str, word: str, error: ValidationError) -> str:
+def _error_message(annotation: Any, text: str, word: str, error: ValidationError) -> str:
     choices = [format_value(choice) for choice in literal_choices(annotation)]
     if choices:
-        return f"{word} is none of {', '.join(choices)}{did_you_mean(text, choices)}"
+        return f"{word} is not one of {', '.join(choices)}{did_you_mean(text, choices)}"
     problem = error.errors()[0]
     wrong = problem["input"] if isinstance(problem["input"], str) else text
     kind, _, reason = problem["type"].partition("_")
@@ -181,7 +182,7 @@ def _complaint(annotation: Any, text: str, word: str, error: ValidationError) ->
 
 
 def format_value(value: Any) -> str:
-    """A value as it is typed in a word."""
+    """A value as written in an override."""
     match value:
         case None:
             return "none"
@@ -190,12 +191,12 @@ def format_value(value: Any) -> str:
         case tuple() | list():
             return ",".join(format_value(part) for part in value)
         case Config():
-            return json.dumps(value.model_dump(exclude_none=True))
+            return json.dumps(value.model_dump(exclude_none=True, exclude_unset=True))
     return str(value)
 
 
 def fields_to_dict() -> dict[str, dict[str, Any]]:
-    """Every field by section: its default, what it may be, and its line of documentation."""
+    """Every field by section: its default, type and description."""
     return {
         section: {
             name: {
@@ -210,7 +211,7 @@ def fields_to_dict() -> dict[str, dict[str, Any]]:
 
 
 def fields_to_text() -> str:
-    """The same for people, fields as they would be typed."""
+    """Every field as text, written like an override."""
     lines = []
     for section, fields in fields_to_dict().items():
         lines += ["", f"{section}: {(SECTIONS[section].__doc__ or '').strip()}"]

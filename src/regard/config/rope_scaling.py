@@ -1,4 +1,4 @@
-"""RopeScalingConfig: how rotary positions stretch to texts longer than trained on; ``layers.rope`` computes it."""
+"""RopeScalingConfig: how rotary positions scale to texts longer than in training; computed by ``layers.rope``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pydantic import model_validator
 
 from .base import Config
 
-# The fields each kind needs, and those it also takes. original_max_len defaults to Rope's max_len; factor of yarn and
-# longrope defaults to max_len / original_max_len.
+# The required and optional fields of each kind. original_max_len defaults to Rope's max_len; the factor of yarn and
+# longrope to max_len / original_max_len.
 _REQUIRED: dict[str, set[str]] = {
     "linear": {"factor"},  # Chen et al. 2023
     "dynamic": {"factor"},  # NTK-aware
@@ -26,32 +26,32 @@ _OPTIONAL: dict[str, set[str]] = {
 
 
 class RopeScalingConfig(Config):
-    """How rotary positions stretch to longer texts; a kind takes its own fields and no others."""
+    """How rotary positions scale to longer texts; each kind has its own fields."""
 
     kind: Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
-    """Which rule."""
+    """The scaling rule."""
     factor: float | None = None
-    """How many times longer than trained."""
+    """How many times longer texts are than in training."""
     original_max_len: int | None = None
     """The length the model was trained at."""
     attention_factor: float | None = None
-    """Factor on the rotated vectors (yarn, longrope); computed where not given."""
+    """Factor on the rotated vectors (yarn, longrope); None: computed."""
     beta_fast: float | None = None
-    """Yarn: dimensions turning faster than this many times are left alone."""
+    """Yarn: dimensions with more rotations than this over the trained length are kept."""
     beta_slow: float | None = None
-    """Yarn: dimensions turning slower than this many times are fully stretched."""
+    """Yarn: dimensions with fewer rotations than this over the trained length are fully scaled."""
     mscale: float | None = None
     """Yarn: numerator of the attention factor's magnitude rule."""
     mscale_all_dim: float | None = None
     """Yarn: its denominator."""
     truncate: bool | None = None
-    """Yarn: round the borders between stretched and kept dimensions."""
+    """Yarn: round the borders between scaled and kept dimensions."""
     low_freq_factor: float | None = None
-    """Llama 3: wavelengths longer than original_max_len over this are stretched."""
+    """Llama 3: wavelengths longer than original_max_len over this are scaled."""
     high_freq_factor: float | None = None
     """Llama 3: wavelengths shorter than original_max_len over this are kept."""
     short_factor: tuple[float, ...] | None = None
-    """LongRoPE: one factor a dimension pair for short texts."""
+    """LongRoPE: one factor per dimension pair for short texts."""
     long_factor: tuple[float, ...] | None = None
     """LongRoPE: the same for long texts."""
 

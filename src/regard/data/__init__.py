@@ -1,4 +1,4 @@
-"""From text and images to batches: corpora that stand on every machine and those in files, tokenizers, batching."""
+"""From texts and images to batches: embedded corpora, files of examples, splits, encoding and batching."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Which examples make up which batch: a pure function of (seed, epoch, position), so any batch can be computed again.
+"""Batches of examples as a pure function of (seed, epoch, position), so that any batch can be recomputed.
 
-Examples are ordered by length and, where lengths are equal, by a hash of (seed, epoch, index); that order is cut into
-batches of at most batch_tokens, and the batches are shuffled by another hash. The cuts depend on the lengths alone, so
-every epoch has the same number of batches, and the step at which a run resumes says where it stands.
+Examples are sorted by length, with ties broken by a hash of (seed, epoch, index). This order is cut into batches of at
+most batch_tokens, and the batches are shuffled by another hash. The cuts depend only on the lengths, so every epoch
+has the same number of batches, and the step number is all a run needs to resume.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,11 +22,11 @@ from .packing import IGNORE
 
 
 class BatchPlan:
-    """Batches by tokens, with padding counted: B × the longest of the batch is at most ``batch_tokens``.
+    """Batches limited by tokens including padding: B × the longest example is at most ``batch_tokens``.
 
-    ``lengths`` is (n,) tokens of each example, or (n, 2) of pairs: then each side keeps to the limit. Examples longer
-    than ``max_len`` are left out (``dropped``); a batch has at most ``max_examples``. Without ``shuffle`` (evaluation)
-    batches run from short to long, the same in every epoch.
+    ``lengths`` is (n,), the number of tokens of each example, or (n, 2) for pairs, where each side respects the limit.
+    Examples longer than ``max_len`` are left out (``dropped``); a batch has at most ``max_examples``. Without
+    ``shuffle`` (evaluation) the batches are ordered from short to long, the same in every epoch.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class BatchPlan:
             hint = "raise it, or leave long examples out with max_len"
             raise ValueError(f"an example has {sizes.max()} tokens, but batch_tokens={batch_tokens}; {hint}")
         self._sort_key = sizes
-        if self.lengths.ndim == 2:  # by the longer side, then, coarsely, by the other, so that both are padded little
+        if self.lengths.ndim == 2:  # by the longer side, then roughly by the other, so that both need little padding
             self._sort_key = sizes * (1 << 32) + self.lengths[self._included].min(axis=1) // 4
-        cuts = [0]  # where batches end in the sorted order
-        for index, size in enumerate(np.sort(sizes).tolist()):  # rising, so the last is the longest
+        cuts = [0]  # batch boundaries in the sorted order
+        for index, size in enumerate(np.sort(sizes).tolist()):  # ascending, so the last of a batch is its longest
             n = index - cuts[-1]
             if (n + 1) * max(size, 1) > batch_tokens or n >= (max_examples or len(sizes)):
                 cuts.append(index)
@@ -65,32 +65,32 @@ class BatchPlan:
 
     @classmethod
     def by_examples(cls, n: int, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> BatchPlan:
-        """Batches of ``batch_size`` examples that are all of one size, as images are."""
+        """Batches of ``batch_size`` examples of equal size, such as images."""
         return cls(np.ones(n), batch_size, seed=seed, shuffle=shuffle)
 
     def count(self, world: int = 1) -> int:
-        """Batches of an epoch for each of ``world`` ranks; a remainder is left for another epoch."""
+        """Number of batches per epoch on each of ``world`` ranks; the remainder is dropped."""
         n = (len(self._cuts) - 1) // world
         if n == 0:
             raise ValueError(f"there are {len(self._cuts) - 1} batches, too few for world={world}")
         return n
 
     def at(self, step: int, world: int = 1) -> tuple[int, int]:
-        """(epoch, position) of the batch that is read at this step, counted from 0."""
+        """(epoch, position) of the batch of a step; all three count from 0."""
         return divmod(step, self.count(world))
 
     def batch(self, epoch: int, position: int, rank: int = 0, world: int = 1) -> NDArray[np.int64]:
-        """The examples of a batch: rank r of n reads batches r, r + n, r + 2n … of the epoch."""
+        """Indices of the examples of a batch; rank r of n reads batches r, r + n, r + 2n … of the epoch."""
         if not 0 <= rank < world:
             raise ValueError(f"rank={rank} must lie between 0 and {world - 1}, world={world}")
         if not 0 <= position < self.count(world):
             raise IndexError(f"position={position} is not one of the {self.count(world)} batches of an epoch")
         examples, batches = _epoch_order(self, epoch if self.shuffle else 0)
-        which = batches[position * world + rank]
-        return examples[self._cuts[which] : self._cuts[which + 1]]
+        number = batches[position * world + rank]
+        return examples[self._cuts[number] : self._cuts[number + 1]]
 
     def padding(self) -> float:
-        """Share of a batch that is padding, over an epoch."""
+        """The share of all tokens of an epoch that is padding."""
         examples, _ = _epoch_order(self, 0)
         sizes = self.lengths.reshape(len(self.lengths), -1)[examples]
         longest = np.maximum.reduceat(sizes, self._cuts[:-1], axis=0)
@@ -100,7 +100,7 @@ class BatchPlan:
 
 @lru_cache(maxsize=4)
 def _epoch_order(plan: BatchPlan, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(the examples in order, the order of the batches); cached, because every batch of the epoch needs it."""
+    """(examples in sorted order, order of the batches); cached, because every batch of the epoch needs both."""
     n_batches = len(plan._cuts) - 1
     if not plan.shuffle:
         return plan._included[np.argsort(plan._sort_key, kind="stable")], np.arange(n_batches)
@@ -110,9 +110,9 @@ def _epoch_order(plan: BatchPlan, epoch: int) -> tuple[NDArray[np.int64], NDArra
 
 
 def balanced_rows(classes: ArrayLike) -> NDArray[np.int64]:
-    """The examples of a balanced epoch: those of rarer classes come again until every class is as large as the largest.
+    """Indices of a balanced epoch: the examples of rarer classes repeat until every class is as large as the largest.
 
-    ``classes`` (n,) is the class of each example; the result (classes × the largest's size,) indexes them.
+    ``classes`` (n,) is the class of each example; the result has (number of classes × size of the largest) indices.
     """
     numbers = np.asarray(classes)
     size = int(np.bincount(numbers).max())
@@ -120,7 +120,7 @@ def balanced_rows(classes: ArrayLike) -> NDArray[np.int64]:
 
 
 def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> Tensor:
-    """tokens (B, T), shorter rows filled up at their end, T a multiple of ``multiple``."""
+    """Tokens (B, T), padded at the end with ``value``; T is rounded up to a multiple of ``multiple``."""
     longest = max((len(row) for row in rows), default=0)
     width = -(-longest // multiple) * multiple
     tokens = np.full((len(rows), width), value, dtype=np.int64)
@@ -130,15 +130,15 @@ def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> 
 
 
 def pair_segments(tokens: Tensor, separator: int) -> Tensor:
-    """BERT's sentence A and B: 0 up to the first separator, 1 after it.   tokens (B, T) → (B, T)"""
+    """BERT's segment ids: 0 up to and including the first separator, 1 after it.   tokens (B, T) → (B, T)"""
     is_separator = (tokens == separator).long()
     return ((is_separator.cumsum(1) - is_separator) > 0).long()
 
 
 def cut_pair(row: list[int], separator: int, max_len: int) -> list[int]:
-    """A pair of texts, each followed by a separator, in at most ``max_len`` tokens: the longer text is cut first."""
+    """Cut a pair of texts, each followed by a separator, to ``max_len`` tokens, the longer text first."""
     start = row.index(separator)
-    end = next((place for place in range(start, len(row)) if row[place] != separator), len(row))
+    end = next((position for position in range(start, len(row)) if row[position] != separator), len(row))
     first, between, second = row[:start], row[start:end], row[end:-1]
     room = max_len - len(between) - 1
     n_second = min(len(second), max(room // 2, room - len(first)))
@@ -147,7 +147,7 @@ def cut_pair(row: list[int], separator: int, max_len: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class MaskedTokens:
-    """Token ids with some masked, and the targets: their original ids, IGNORE elsewhere."""
+    """Token ids, some of them masked, and the targets: the original ids at masked positions, IGNORE elsewhere."""
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -164,9 +164,10 @@ def mask_tokens(
     epoch: int = 0,
     index: int = 0,
 ) -> MaskedTokens:
-    """BERT's task (Devlin et al. 2019): of 15 % of the tokens, 80 % become <mask>, 10 % another token, 10 % stay.
+    """BERT's masking (Devlin et al. 2019): of a ``share`` of the tokens, 80 % become <mask>, 10 % a random token, and
+    10 % stay unchanged.
 
-    A function of (seed, epoch, index) alone; special tokens are never chosen, and one token always is where any can be.
+    Depends only on (seed, epoch, index). Special tokens are never chosen; of the others, at least one is.
     """
     inputs = np.array(ids, dtype=np.int64)
     special_ids = np.asarray(sorted(special), dtype=np.int64)
@@ -187,3 +188,27 @@ def mask_tokens(
 def has_partial_batch(plan: BatchPlan) -> bool:
     """Whether the last batch of an epoch of equal rows is smaller than the others."""
     return len(plan.lengths) > plan.batch_tokens and len(plan.lengths) % plan.batch_tokens > 0
+
+
+def index_groups(n: int, size: int) -> Iterator[list[int]]:
+    """0 … n - 1 in order, in lists of ``size``."""
+    return (list(range(first, min(first + size, n))) for first in range(0, n, size))
+
+
+def group_by_length(sizes: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices in groups of similar length, longest first; a group has at most ``max_tokens`` including padding."""
+    order = np.argsort(np.asarray(sizes), kind="stable")[::-1].tolist()
+    group: list[int] = []
+    for index in order:
+        if group and (len(group) + 1) * sizes[group[0]] > max_tokens:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group
+
+
+def truncate(rows: list[list[int]], max_len: int) -> tuple[list[list[int]], int]:
+    """Rows cut to ``max_len`` tokens, keeping their last token (the end of the text), and how many were cut."""
+    n_longer = sum(len(row) > max_len for row in rows)
+    return [row if len(row) <= max_len else [*row[: max_len - 1], row[-1]] for row in rows], n_longer

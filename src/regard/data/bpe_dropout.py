@@ -1,9 +1,9 @@
-"""BPE-dropout (Provilkov et al. 2020): training texts are cut into other sub-words in every epoch.
+"""BPE-dropout (Provilkov et al. 2020): training texts are segmented into different sub-words in every epoch.
 
-Each time BPE looks for the next merge of a word, every possible one is left out with probability ``rate``, so that
-"unrelated" is un·related, un·relat·ed or u·n·rel·ated. A model then learns what the parts of a word have in common,
-which helps most where texts are few. Words have few ways to be cut: ``WAYS`` are drawn of each, once, and every place
-of every epoch takes one of those. Which one is a pure function of seed, epoch and place.
+At each merge of a word, every candidate is skipped with probability ``rate``, so that "unrelated" becomes un·related,
+un·relat·ed or u·n·rel·ated. The model learns how words are composed, which helps most with little data. To save time,
+``WAYS`` segmentations of each word are drawn once, and every occurrence in every epoch uses one of them. The choice is
+a pure function of seed, epoch and position.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .hashing import integers, stable_key
 from .token_files import TokenFile
 
 WAYS = 16
-_NEVER = 1 << 62  # the rank of what is no merge
+_NEVER = 1 << 62  # rank of a pair that is not a merge
 
 
 class BpeDropout:
-    """The training texts as words, and the ways to cut each word. ``tokenizer`` must have merges."""
+    """The training texts as words, and the segmentations of each word. ``tokenizer`` must have merges."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Iterable[str], rate: float, seed: int = 0) -> None:
         numbers: dict[str, int] = {}
@@ -38,37 +38,37 @@ class BpeDropout:
         self._ways = TokenFile.of(ways, tokenizer.size)
 
     def rows(self, epoch: int, index: Sequence[int]) -> list[list[int]]:
-        """The ids of the texts at ``index`` as they are cut in an epoch, without special tokens."""
-        places = _ranges(self._words, np.asarray(index, dtype=np.int64))
-        drawn = integers(stable_key("BPE-dropout", self._seed, epoch), places, WAYS)
-        chosen = self._words.tokens[places].astype(np.int64) * WAYS + drawn
+        """The ids of the texts at ``index`` as segmented in an epoch, without special tokens."""
+        positions = _ranges(self._words, np.asarray(index, dtype=np.int64))
+        ways = integers(stable_key("BPE-dropout", self._seed, epoch), positions, WAYS)
+        chosen = self._words.tokens[positions].astype(np.int64) * WAYS + ways
         tokens = self._ways.tokens[_ranges(self._ways, chosen)].tolist()
         ends = np.concatenate([[0], self._ways.sizes[chosen].cumsum()])[self._words.sizes[index].cumsum()].tolist()
         return [tokens[start:end] for start, end in pairwise([0, *ends])]
 
 
 def cut_word(word: str, ranks: Mapping[tuple[str, str], int], rate: float, random: Random) -> list[str]:
-    """A word cut by BPE, each possible merge left out with probability ``rate`` whenever the next one is looked for."""
+    """Segment a word by BPE, skipping each candidate merge with probability ``rate`` at every step."""
     parts = list(word)
-    found = [ranks.get(pair, _NEVER) for pair in pairwise(parts)]
+    pair_ranks = [ranks.get(pair, _NEVER) for pair in pairwise(parts)]
     draw = random.random
     while True:
-        best, place = _NEVER, 0
-        for here, rank in enumerate(found):
-            if rank < best and draw() >= rate:  # whether those after it are left out matters no longer
-                best, place = rank, here
+        best, best_index = _NEVER, 0
+        for index, rank in enumerate(pair_ranks):
+            if rank < best and draw() >= rate:  # pairs of a higher rank need no draw: they would not be merged anyway
+                best, best_index = rank, index
         if best == _NEVER:
             return parts
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-        del found[place]
-        if place:
-            found[place - 1] = ranks.get((parts[place - 1], parts[place]), _NEVER)
-        if place < len(found):
-            found[place] = ranks.get((parts[place], parts[place + 1]), _NEVER)
+        parts[best_index : best_index + 2] = [parts[best_index] + parts[best_index + 1]]
+        del pair_ranks[best_index]
+        if best_index:
+            pair_ranks[best_index - 1] = ranks.get((parts[best_index - 1], parts[best_index]), _NEVER)
+        if best_index < len(pair_ranks):
+            pair_ranks[best_index] = ranks.get((parts[best_index], parts[best_index + 1]), _NEVER)
 
 
 def _ranges(file: TokenFile, index: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where the tokens of these documents are, one document after the other."""
+    """Positions of the tokens of these documents in ``file.tokens``, one document after the other."""
     sizes = file.sizes[index]
     ends = np.cumsum(sizes, dtype=np.int64)
     return np.repeat(file.starts[index] - (ends - sizes), sizes) + np.arange(int(sizes.sum()), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""``regard data describe``: what a source holds before training: sizes, lengths, repeats, leaks and losses."""
+"""``regard data describe``: the content of a source before training: sizes, lengths, repeats, leaks and losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,20 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from .examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Tagged, Text, key_of, label_text
+from .examples import (
+    Chat,
+    Example,
+    ImageExample,
+    Labelled,
+    Pair,
+    Preference,
+    Question,
+    Tagged,
+    Text,
+    Triplet,
+    key_of,
+    label_text,
+)
 from .images import open_image
 from .sources import Source
 from .splits import content_keys
@@ -21,7 +34,7 @@ _MAX_EXAMPLES, _MAX_IMAGES = 200_000, 20_000
 
 
 class TextEncoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that ``describe`` needs."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -49,14 +62,14 @@ class LengthSummary:
 
 @dataclass(frozen=True)
 class LengthLosses:
-    """What ``max_len`` would do to the training examples."""
+    """What ``max_len`` and unknown tokens cost in the training examples."""
 
     max_len: int
-    n_longer: int  # examples with a side longer than that
-    tokens_lost: int  # tokens past max_len in them
-    n_unknown: int  # tokens that are <unk>
-    max_target_len: int | None = None  # of targets, where it differs
-    cut: bool = False  # longer examples are cut short rather than left out
+    n_longer: int  # number of examples with a side longer than max_len
+    tokens_lost: int  # number of their tokens past max_len
+    n_unknown: int  # number of <unk> tokens
+    max_target_len: int | None = None  # limit of targets, if it differs
+    cut: bool = False  # whether longer examples are cut short instead of left out
 
 
 @dataclass(frozen=True)
@@ -65,17 +78,17 @@ class SourceDescription:
     kind: str
     n_train: int
     n_valid: int
-    looked_at: int  # training examples that were read; fewer than n_train where there are very many
+    looked_at: int  # number of training examples examined; fewer than n_train in a very large source
     split: dict[str, Any]
     labels: dict[str, int] | None
     characters: dict[str, LengthSummary]
     tokens: dict[str, LengthSummary]
     duplicates: int  # training examples that repeat an earlier one exactly
     repeated_sources: int  # training examples whose source side repeats an earlier one's
-    leaked_sources: int  # held-out examples whose source side is also trained on
-    leaked_examples: int  # held-out examples that are trained on, exactly
+    leaked_sources: int  # held-out examples whose source side is also in the training data
+    leaked_examples: int  # held-out examples that are also in the training data, exactly
     dropped_duplicates: int
-    images: dict[str, int] | None  # how many images have each size
+    images: dict[str, int] | None  # number of images of each size
     losses: LengthLosses | None
     bad_lines: dict[str, Any]
     others: dict[str, int] = field(default_factory=dict)
@@ -92,7 +105,7 @@ class SourceDescription:
             f"  SHA-256 of valid {self.split['valid_sha256']}",
         ]
         if self.looked_at < self.n_train:
-            lines.append(f"  what follows looks at the first {self.looked_at:,} of the training examples")
+            lines.append(f"  the numbers below are for the first {self.looked_at:,} training examples")
         if self.labels is not None:
             lines += ["labels", *(f"  {name}  {n:,}" for name, n in self.labels.items())]
         if self.images is not None:
@@ -101,8 +114,8 @@ class SourceDescription:
             lines += [unit, *(f"  {side}  {lengths.to_text()}" for side, lengths in sides.items())] if sides else []
         n, n_sources, leaked = self.duplicates, self.repeated_sources, self.leaked_sources
         lines.append("repeats and leaks")
-        lines.append(f"  {n:,} training examples repeat another exactly, {n_sources:,} its source side")
-        lines.append(f"  {leaked:,} held-out source sides are in train too, {self.leaked_examples:,} whole examples")
+        lines.append(f"  {n:,} training examples repeat an earlier one, {n_sources:,} repeat its source side")
+        lines.append(f"  {leaked:,} held-out source sides are also in train, {self.leaked_examples:,} whole examples")
         lines += [f"  {self.dropped_duplicates:,} duplicates were left out"] if self.dropped_duplicates else []
         lines += ["lost", *(f"  {line}" for line in self._loss_lines())]
         examples = [" → ".join(text.replace("\n", "⏎") for text in texts) for texts in self.examples]
@@ -112,7 +125,7 @@ class SourceDescription:
         bad, lines = self.bad_lines, []
         if self.losses is not None:
             losses = self.losses
-            fate = f"cut short, {losses.tokens_lost:,} tokens past it" if losses.cut else "left out, whole"
+            fate = f"cut short, losing {losses.tokens_lost:,} tokens" if losses.cut else "left out"
             target = "" if losses.max_target_len is None else f" or max_target_len={losses.max_target_len}"
             lines.append(f"{losses.n_longer:,} examples longer than max_len={losses.max_len}{target} are {fate}")
             lines.append(f"{losses.n_unknown:,} tokens are unknown")
@@ -121,7 +134,7 @@ class SourceDescription:
         lines += [f"  {reason}: {n:,}" for reason, n in bad["reasons"].items()]
         lines += [f"  {x['file']}:{x['line']}: {x['reason']}" for x in bad["first"]]
         if normalised := bad["normalised"]:
-            lines.append(f"{normalised:,} lines were brought into Unicode's composed form (NFC)")
+            lines.append(f"{normalised:,} lines were normalised to Unicode's composed form (NFC)")
         return lines
 
 
@@ -135,9 +148,9 @@ def describe(
     too_long: Literal["auto", "drop", "truncate"] = "auto",
     n_examples: int = 3,
 ) -> SourceDescription:
-    """Count over every example; of embedded corpora and very large sources, over the first ones.
+    """Describe all examples of a source, or the first ones of an embedded corpus or a very large source.
 
-    ``max_len``, ``max_target_len`` and ``too_long`` are those of DataConfig: what training would lose.
+    ``max_len``, ``max_target_len`` and ``too_long`` have the meaning they have in DataConfig, and determine the losses.
     """
     n_train = min(len(source.train), _MAX_IMAGES if source.kind == "captions" else _MAX_EXAMPLES)
     train = [source.train[index] for index in range(n_train)]
@@ -145,12 +158,15 @@ def describe(
     texts = _texts(train)
     cut = too_long == "truncate" or (too_long == "auto" and source.kind != "pairs")
     limits = None if max_len is None else (max_len, max_target_len)
-    tokens, losses = _token_lengths(texts, tokenizer, target_tokenizer, limits, cut)
+    n_passages = [len(x.passages) for x in train if isinstance(x, Question)]
+    tokens, losses = _token_lengths(texts, tokenizer, target_tokenizer, limits, cut, n_passages)
     hashes, held_out = [content_keys(x) for x in train], [content_keys(x) for x in valid]
     keys, wholes = ({pair[side] for pair in hashes} for side in (0, 1))
-    found = (x.tags if isinstance(x, Tagged) else getattr(x, "label", None) for x in train)
-    counts = Counter(label for each in found for label in (each if isinstance(each, tuple) else (each,)))
-    labels = None if source.labels is None else {name: counts.get(n, 0) for n, name in enumerate(source.labels)}
+    counts: Counter[Any] = Counter()
+    for example in train:
+        label = example.tags if isinstance(example, Tagged) else getattr(example, "label", None)
+        counts.update(label if isinstance(label, tuple) else (label,))
+    labels = None if source.labels is None else {name: counts[n] for n, name in enumerate(source.labels)}
     return SourceDescription(
         name=source.name,
         kind=source.kind,
@@ -193,6 +209,13 @@ def _texts(examples: Sequence[Example]) -> dict[str, list[str]]:
                 sides.setdefault("prompt", []).append(str(key_of(example)))
                 sides.setdefault("chosen", []).append(chosen)
                 sides.setdefault("rejected", []).append(rejected)
+            case Triplet():
+                for name in ("anchor", "positive", "negative"):
+                    sides.setdefault(name, []).append(getattr(example, name))
+            case Question(question, answer, passages):
+                sides.setdefault("question", []).append(question)
+                sides.setdefault("answer", []).append(answer)
+                sides.setdefault("passage", []).extend(passages)
             case ImageExample(captions=captions) if captions:
                 sides.setdefault("caption", []).extend(captions)
     return sides
@@ -204,7 +227,9 @@ def _token_lengths(
     target_tokenizer: TextEncoder | None,
     limits: tuple[int, int | None] | None,
     cut: bool,
+    n_passages: list[int],
 ) -> tuple[dict[str, LengthSummary], LengthLosses | None]:
+    """The token lengths of each side and, with ``limits``, what they cost; a question counts its longest passage."""
     if tokenizer is None:
         return {}, None
     sizes: dict[str, np.ndarray] = {}
@@ -220,6 +245,8 @@ def _token_lengths(
         return lengths, None
     max_len, max_target_len = limits
     target_limit = max_target_len or max_len
+    if n_passages:  # several to an example, unlike the other sides
+        sizes["passage"] = np.maximum.reduceat(sizes["passage"], np.cumsum([0, *n_passages[:-1]]))
     excess = np.maximum.reduce(
         [counts - (target_limit if side in ("target", "caption") else max_len) for side, counts in sizes.items()]
     )
@@ -256,6 +283,10 @@ def _example_texts(example: Example, labels: tuple[str, ...] | None) -> list[str
             return [str(key_of(example))[:300], example.answer[:300]]
         case Preference(chosen=chosen, rejected=rejected):
             return [str(key_of(example))[:300], chosen[:300], rejected[:300]]
+        case Triplet(anchor, positive, negative):
+            return [anchor[:300], positive[:300], negative[:300]]
+        case Question(question, answer, passages):
+            return [question[:300], answer[:300], *(passage[:300] for passage in passages[:3])]
         case ImageExample(image, captions, label):
             name = image.name if isinstance(image, Path) else "image"
             return [name, *(captions or ([] if label is None else [label_text(label, labels)]))]

@@ -1,7 +1,7 @@
-"""Pairs, texts and labelled texts as UTF-8 in one file, with where each text starts: memory holds only that index.
+"""Pairs, texts and labelled texts as UTF-8 in one file; only the start of each text is kept in memory.
 
-Five million pairs of Python strings take gigabytes; as bytes in a file, read where they are asked for, next to nothing.
-A small file stays in memory. A file that is being read into has no name and ends with the process.
+Five million pairs of Python strings take gigabytes; as bytes on disk, read on access, they take almost nothing. A small
+file stays in memory. While it is being written, a larger one is an unnamed temporary file that ends with the process.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from ..foundation.files import cache_folder
 from .examples import Example, Labelled, Pair, Text
 
-_IN_MEMORY = 1 << 24  # bytes of text that are kept in memory
+_IN_MEMORY = 1 << 24  # bytes of text up to which a file stays in memory
 _PART = 1 << 20  # bytes read at a time
 _ROWS = 4096  # rows read at a time
 
 
 class ExampleFile(Sequence[Example]):
-    """The examples at ``rows`` of a file; those with a label are Labelled, others with two texts Pairs."""
+    """The examples at ``rows`` of a file: Labelled if it has labels, else Pair or Text by ``n_texts``."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ExampleFile(Sequence[Example]):
     ) -> None:
         self._file, self._starts, self._n_texts, self._labels = file, starts, n_texts, labels
         self._rows = np.arange((len(starts) - 1) // n_texts, dtype=np.int32) if rows is None else rows
-        self._lock = lock or Lock()  # reading is seeking first, and batches are made in another thread
+        self._lock = lock or Lock()  # seek and read must not interleave: batches are prepared in another thread
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -54,38 +54,39 @@ class ExampleFile(Sequence[Example]):
         if isinstance(index, slice):
             return list(self.select(np.arange(len(self))[index]))
         row, n = int(self._rows[index]), self._n_texts
-        places = self._starts[row * n : (row + 1) * n + 1].tolist()
-        return self._example(row, self._read(places[0], places[-1]), places[0], places)
+        bounds = self._starts[row * n : (row + 1) * n + 1].tolist()
+        return self._example(row, self._read(bounds[0], bounds[-1]), bounds[0], bounds)
 
     def __iter__(self) -> Iterator[Example]:
+        n = self._n_texts
         for first in range(0, len(self._rows), _ROWS):
-            rows, n = self._rows[first : first + _ROWS].tolist(), self._n_texts
+            rows = self._rows[first : first + _ROWS].tolist()
             low, high = min(rows), max(rows) + 1
-            places = self._starts[low * n : high * n + 1].tolist()
-            if high - low > 4 * len(rows) or places[-1] - places[0] > 16 * _PART:  # far apart, or long texts
+            bounds = self._starts[low * n : high * n + 1].tolist()
+            if high - low > 4 * len(rows) or bounds[-1] - bounds[0] > 16 * _PART:  # scattered rows, or long texts
                 yield from (self[index] for index in range(first, first + len(rows)))
                 continue
-            raw = self._read(places[0], places[-1])
+            raw = self._read(bounds[0], bounds[-1])
             for row in rows:
-                yield self._example(row, raw, places[0], places[(row - low) * n : (row - low + 1) * n + 1])
+                yield self._example(row, raw, bounds[0], bounds[(row - low) * n : (row - low + 1) * n + 1])
 
     def _read(self, start: int, end: int) -> bytes:
         with self._lock:
             self._file.seek(start)
             return self._file.read(end - start)
 
-    def _example(self, row: int, raw: bytes, offset: int, places: list[int]) -> Example:
-        """The example of a row whose texts lie between ``places`` of the file; ``raw`` begins at ``offset`` of it."""
-        first = str(raw[places[0] - offset : places[1] - offset], "utf-8", "surrogatepass")
+    def _example(self, row: int, raw: bytes, offset: int, bounds: list[int]) -> Example:
+        """Decode a row: ``bounds`` delimit its texts in the file, ``raw`` is the file's content from ``offset`` on."""
+        first = str(raw[bounds[0] - offset : bounds[1] - offset], "utf-8", "surrogatepass")
         second = None
         if self._n_texts == 2:
-            second = str(raw[places[1] - offset : places[2] - offset], "utf-8", "surrogatepass")
+            second = str(raw[bounds[1] - offset : bounds[2] - offset], "utf-8", "surrogatepass")
         if self._labels is not None:
             return Labelled(first, int(self._labels[row]), second)
         return Text(first) if second is None else Pair(first, second)
 
     def select(self, indices: NDArray[np.integer]) -> ExampleFile:
-        """These examples, in this order, of the same file."""
+        """A view of the examples at ``indices``, in that order."""
         return ExampleFile(self._file, self._starts, self._n_texts, self._labels, self._rows[indices], self._lock)
 
     @property
@@ -95,76 +96,76 @@ class ExampleFile(Sequence[Example]):
 
     @property
     def labels(self) -> NDArray[np.int32] | None:
-        """(n,) the number of each example's class; None where there are none."""
+        """(n,) class index of each example; None if they have no labels."""
         return None if self._labels is None else self._labels[self._rows]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of text in all examples."""
+        """Total size of the texts in bytes."""
         first = self._rows.astype(np.int64) * self._n_texts
         return int((self._starts[first + self._n_texts] - self._starts[first]).sum())
 
     @property
     def n_texts(self) -> int:
-        """Texts of each example."""
+        """Number of texts per example."""
         return self._n_texts
 
     def save(self, path: Path) -> None:
-        """Write the examples to PATH.texts, PATH.starts and, where there are any, PATH.labels."""
+        """Write the examples to PATH.texts, PATH.starts and, if they have labels, PATH.labels."""
         n, end = self._n_texts, 0
         with _beside(path, "texts").open("wb") as texts, _beside(path, "starts").open("wb") as starts:
             starts.write(np.zeros(1, dtype="<i8").tobytes())
             for first in range(0, len(self._rows), _ROWS):
                 rows = self._rows[first : first + _ROWS].astype(np.int64)
-                places = (rows[:, None] * n + np.arange(n)).reshape(-1)
-                ends = end + np.cumsum(self._starts[places + 1] - self._starts[places])
+                indices = (rows[:, None] * n + np.arange(n)).reshape(-1)
+                ends = end + np.cumsum(self._starts[indices + 1] - self._starts[indices])
                 starts.write(ends.astype("<i8").tobytes())
                 end = int(ends[-1])
-                for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):  # rows that lie side by side
+                for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1):  # runs of consecutive rows
                     start, stop = (int(self._starts[row * n]) for row in (run[0], run[-1] + 1))
-                    for place in range(start, stop, _PART):
-                        texts.write(self._read(place, min(place + _PART, stop)))
+                    for offset in range(start, stop, _PART):
+                        texts.write(self._read(offset, min(offset + _PART, stop)))
         if (labels := self.labels) is not None:
             _beside(path, "labels").write_bytes(labels.astype("<i4").tobytes())
 
     @classmethod
     def open(cls, path: Path, n_texts: int) -> ExampleFile:
-        """What ``save`` wrote; ValueError where the files do not belong together."""
-        starts, labels = np.memmap(_beside(path, "starts"), dtype="<i8", mode="r"), _beside(path, "labels")
-        numbers = np.fromfile(labels, dtype="<i4") if labels.exists() else None
-        if _beside(path, "texts").stat().st_size != starts[-1] or (len(starts) - 1) % n_texts:
+        """Open the files that ``save`` wrote; raises ValueError if they do not match."""
+        texts, label_file = _beside(path, "texts"), _beside(path, "labels")
+        starts = np.memmap(_beside(path, "starts"), dtype="<i8", mode="r")
+        labels = np.fromfile(label_file, dtype="<i4") if label_file.exists() else None
+        if texts.stat().st_size != starts[-1] or (len(starts) - 1) % n_texts:
             raise ValueError(f"{path} is damaged")
-        return cls(_beside(path, "texts").open("rb"), starts, n_texts, numbers)
+        return cls(texts.open("rb"), starts, n_texts, labels)
 
     def parts(self, index: int) -> Iterator[str]:
-        """The text of an example of one text, a part at a time: a document may be larger than memory."""
+        """The text of a document, one part at a time, because it may be larger than memory."""
         decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
         return (decoder.decode(raw) for _, raw in self._raw_parts(index))
 
     def _raw_parts(self, index: int) -> Iterator[tuple[int, bytes]]:
-        """Where each part of a document starts in the file, and its bytes."""
+        """(offset in the file, bytes) of each part of a document."""
         row = int(self._rows[index])
         start, end = self._starts[row : row + 2].tolist()
-        return ((place, self._read(place, min(place + _PART, end))) for place in range(start, end, _PART))
+        return ((offset, self._read(offset, min(offset + _PART, end))) for offset in range(start, end, _PART))
 
     def n_characters(self, index: int) -> int:
-        """The length of a document."""
+        """Number of characters of a document."""
         return sum(len(_first_bytes(raw)) for _, raw in self._raw_parts(index))
 
     def split_document(self, index: int, n_characters: int) -> tuple[ExampleFile, ExampleFile]:
         """The first ``n_characters`` of a document and the rest, each as a file of one document."""
-        row, left = int(self._rows[index]), n_characters
+        row, remaining = int(self._rows[index]), n_characters
         start, end = self._starts[row : row + 2].tolist()
         cut = end
-        for place, raw in self._raw_parts(index):
+        for offset, raw in self._raw_parts(index):
             characters = _first_bytes(raw)
-            if left < len(characters):
-                cut = place + int(characters[left])
+            if remaining < len(characters):
+                cut = offset + int(characters[remaining])
                 break
-            left -= len(characters)
-        sides = (np.asarray(places, dtype=np.int64) for places in ((start, cut), (cut, end)))
-        head, tail = (ExampleFile(self._file, places, lock=self._lock) for places in sides)
-        return head, tail
+            remaining -= len(characters)
+        head, tail = (np.asarray(bounds, dtype=np.int64) for bounds in ((start, cut), (cut, end)))
+        return ExampleFile(self._file, head, lock=self._lock), ExampleFile(self._file, tail, lock=self._lock)
 
 
 def _beside(path: Path, ending: str) -> Path:
@@ -172,19 +173,20 @@ def _beside(path: Path, ending: str) -> Path:
 
 
 def _first_bytes(raw: bytes) -> NDArray[np.int64]:
-    """Where characters start in UTF-8: those that are longer go on with bytes 10xxxxxx."""
+    """Offsets of the first byte of each UTF-8 character; continuation bytes are 10xxxxxx."""
     return np.flatnonzero((np.frombuffer(raw, dtype=np.uint8) & 0xC0) != 0x80)
 
 
 class ExampleWriter:
-    """Takes examples as they are read; ``finish`` gives them back as an ExampleFile."""
+    """Collects examples as they are read; ``finish`` returns them as an ExampleFile."""
 
     def __init__(self, n_texts: int = 1) -> None:
         self._file: IO[bytes] = io.BytesIO()
-        self._starts, self._labels, self._end, self._n_texts = array("q", [0]), array("i"), 0, n_texts
+        self._starts, self._labels = array("q", [0]), array("i")
+        self._end, self._n_texts = 0, n_texts
 
     def add(self, *texts: str, label: int | None = None) -> None:
-        """One example of ``n_texts`` texts."""
+        """Add one example of ``n_texts`` texts."""
         for text in texts:
             self.write(text)
             self.end_text()
@@ -192,7 +194,7 @@ class ExampleWriter:
             self._labels.append(label)
 
     def write(self, part: str) -> None:
-        """A part of a text, which ``end_text`` ends."""
+        """Append to the current text; ``end_text`` completes it."""
         self._end += self._file.write(part.encode("utf-8", "surrogatepass"))
         if self._end > _IN_MEMORY and isinstance(self._file, io.BytesIO):
             self._move_to_disk(self._file.getvalue())
@@ -208,9 +210,10 @@ class ExampleWriter:
         self._file.write(written)
 
     def finish(self, renumbered: Sequence[int] | None = None) -> ExampleFile:
-        """``renumbered`` gives another number for each label."""
+        """The examples written so far; label n becomes ``renumbered[n]``."""
         self._file.flush()
-        starts, labels = np.frombuffer(self._starts, dtype=np.int64), None
+        starts = np.frombuffer(self._starts, dtype=np.int64)
+        labels = None
         if self._labels:
             labels = np.frombuffer(self._labels, dtype=np.int32)
             labels = labels if renumbered is None else np.asarray(renumbered, dtype=np.int32)[labels]
@@ -218,7 +221,7 @@ class ExampleWriter:
 
 
 def document_parts(examples: Sequence[Example]) -> Iterator[tuple[str, bool]]:
-    """The texts of Text examples in parts that fit into memory, each with whether its document ends there."""
+    """The texts of Text examples in parts that fit in memory: (part, whether it ends its document)."""
     for index in range(len(examples)):
         if isinstance(examples, ExampleFile):
             parts = examples.parts(index)

@@ -1,4 +1,4 @@
-"""What an example is, and the report about lines that are none."""
+"""The kinds of examples, and the report about lines that could not be read as one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A text and what it becomes."""
+    """A source text and its target, such as a translation."""
 
     source: str
     target: str
@@ -33,12 +33,12 @@ class Text:
     text: str
 
 
-Label = int | tuple[int, ...] | float  # the number of a class, those of several, or a number to predict
+Label = int | tuple[int, ...] | float  # index of a class, indices of several labels, or a number to predict
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A text, or two of them, with its label; the names of classes stand in ``Source.labels``."""
+    """A text or a pair of texts with its label; ``Source.labels`` has the names of the classes."""
 
     text: str
     label: Label
@@ -47,7 +47,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
-    """The words of a sentence and the number of each one's tag; the names stand in ``Source.labels``."""
+    """The words of a sentence and the index of each word's tag; ``Source.labels`` has the names of the tags."""
 
     words: tuple[str, ...]
     tags: tuple[int, ...]
@@ -59,9 +59,9 @@ class Tagged:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageExample:
-    """An image with its captions, or with its label."""
+    """An image with its captions or its label."""
 
-    image: Path | np.ndarray | Image  # a file, pixels (height, width[, C]) of uint8, or an open image
+    image: Path | np.ndarray | Image  # a file, uint8 pixels (height, width[, C]), or an open image
     captions: tuple[str, ...] = ()
     label: Label | None = None
 
@@ -83,27 +83,52 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Messages, and two answers to them of which the first is preferred."""
+    """Messages and two answers to them, one chosen and one rejected."""
 
     prompt: tuple[Message, ...]
     chosen: str
     rejected: str
 
 
-Example = Pair | Text | Labelled | Tagged | ImageExample | Chat | Preference
+@dataclass(frozen=True, slots=True)
+class Triplet:
+    """A text, one whose embedding should be close to it, and one whose embedding should not."""
+
+    anchor: str
+    positive: str
+    negative: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, its answer, and passages of which at least one contains the answer, most relevant first."""
+
+    question: str
+    answer: str
+    passages: tuple[str, ...]
+
+
+Example = Question | Triplet | Pair | Text | Labelled | Tagged | ImageExample | Chat | Preference
 
 
 def label_text(label: Label, names: Sequence[str] | None) -> str:
-    """A label as people write it: ``good``, ``red;round``, ``3.5``."""
+    """A label as text: ``good``, ``red;round``, ``3.5``."""
     if isinstance(label, tuple):
-        return ";".join(label_text(each, names) for each in label)
+        return ";".join(label_text(part, names) for part in label)
     return names[label] if names and isinstance(label, int) else f"{label:.6g}"
 
 
 def key_of(example: Example) -> str | bytes:
-    """The source side of an example: examples with the same key belong to the same side of a split."""
+    """The source side of an example. Examples with the same key go to the same side of a split."""
     match example:
-        case Pair(source=text) | Text(text=text) | Labelled(text=text) | Tagged(text=text):
+        case (
+            Pair(source=text)
+            | Text(text=text)
+            | Labelled(text=text)
+            | Tagged(text=text)
+            | Triplet(anchor=text)
+            | Question(question=text)
+        ):
             return text
         case Chat() | Preference():
             return "\n\n".join(content for _, content in example.prompt)
@@ -114,9 +139,10 @@ def key_of(example: Example) -> str | bytes:
 
 
 def chat_of(cells: Sequence[Any]) -> Chat:
-    """A chat from one cell (messages), two (prompt, answer) or three (instruction, input, output).
+    """Build a chat from one cell (messages), two (prompt, answer) or three (instruction, input, output).
 
-    A cell is a text or messages; what follows the last answer is left out. ValueError says what is missing.
+    A cell is a text or a list of messages. Messages after the last answer are dropped. Raises ValueError if there is no
+    answer or nothing before it.
     """
     messages = _messages(cells[0], "user")
     if len(cells) == 3 and cells[1]:
@@ -130,7 +156,7 @@ def chat_of(cells: Sequence[Any]) -> Chat:
 
 
 def preference_of(cells: Sequence[Any]) -> Preference:
-    """A preference from two cells (chosen, rejected: whole chats) or three (prompt, chosen, rejected)."""
+    """Build a preference from two cells (chosen, rejected, each a whole chat) or three (prompt, chosen, rejected)."""
     chosen, rejected = (_messages(cell, ANSWERS) for cell in cells[-2:])
     prompt = chosen[:-1] or (_messages(cells[0], "user") if len(cells) == 3 else ())
     if not prompt:
@@ -149,25 +175,25 @@ def _messages(cell: Any, role: str) -> tuple[Message, ...]:
 
 @dataclass
 class ReadReport:
-    """Counts of the lines that were read: every bad one is counted, the first ones are kept in full."""
+    """Counts of the lines read. All bad lines are counted; only the first ones are kept."""
 
     n_read: int = 0
     n_bad: int = 0
-    n_normalised: int = 0  # lines that were brought into Unicode's composed form (NFC)
+    n_normalised: int = 0  # lines converted to Unicode's composed form (NFC)
     first: list[BadLine] = field(default_factory=list)
-    reasons: Counter[str] = field(default_factory=Counter)  # bad lines by reason
-    encodings: dict[str, str] = field(default_factory=dict)  # of the files that are not UTF-8
-    n_of_first: int | None = None  # pairs in the first of several tables
+    reasons: Counter[str] = field(default_factory=Counter)  # number of bad lines by reason
+    encodings: dict[str, str] = field(default_factory=dict)  # encoding of each file that is not UTF-8
+    n_of_first: int | None = None  # number of examples from the first of several tables
 
     def add_bad(self, file: str | Path, line: int, reason: str, detail: str = "") -> None:
-        """Record a bad line. ``reason`` is the same for all lines of its kind; ``detail`` is this line's own."""
+        """Record a bad line. ``reason`` is shared by all lines of its kind; ``detail`` describes this line."""
         self.n_bad += 1
         self.reasons[reason] += 1
         if len(self.first) < _MAX_SHOWN:
             self.first.append(BadLine(str(file), line, f"{reason}: {detail}" if detail else reason))
 
     def to_text(self, *, refused: bool = True) -> str:
-        """One line each for the first bad ones, and how many there are."""
+        """The number of bad lines, then one line for each of the first ones."""
         fate = "bad_lines='skip' leaves them out" if refused else "left out, as bad_lines='skip' says"
         head = f"{self.n_bad:,} bad line{'s' * (self.n_bad != 1)} of {self.n_read:,}; {fate}"
         rest = [f"  … and {self.n_bad - len(self.first):,} more"] if self.n_bad > len(self.first) else []
@@ -185,6 +211,6 @@ class ReadReport:
 
 
 def image_name(example: ImageExample) -> str:
-    """What a report calls an image: its file's name."""
+    """The name of an image in reports: that of its file, else "image"."""
     name = getattr(example.image, "name", None)
     return str(name) if name else "image"

@@ -1,8 +1,8 @@
-"""Random numbers without state: a value is a hash of where it is used, so any of them can be computed on its own.
+"""Stateless random numbers: each value is a hash of a key and an index, so any one can be computed independently.
 
 Counter-based random numbers (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") with the finaliser of
 splitmix64 (Steele et al. 2014): functions over arrays, and `Draws`, a stream of single choices. Unlike numpy's
-generators, whose streams may change between versions, they stay the same on every machine.
+generators, whose streams may change between versions, they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _MASK = (1 << 64) - 1
 
 
 def stable_key(*parts: str | int | bytes) -> int:
-    """64 bits of some words and numbers, the same in every process."""
+    """A 64-bit hash of some strings and integers, the same in every process."""
     return next(stable_keys(parts[:-1], parts[-1:]))
 
 
 def stable_keys(first: Iterable[str | int | bytes], last: Iterable[str | int | bytes]) -> Iterator[int]:
     """``stable_key(*first, x)`` for each x of ``last``."""
-    begun = hashlib.blake2b(digest_size=8)
+    prefix = hashlib.blake2b(digest_size=8)
     for part in first:
-        begun.update(_length_and_bytes(part))
+        prefix.update(_length_and_bytes(part))
     for part in last:
-        digest = begun.copy()
+        digest = prefix.copy()
         digest.update(_length_and_bytes(part))
         yield int.from_bytes(digest.digest(), "little")
 
@@ -43,13 +43,13 @@ def _length_and_bytes(part: str | int | bytes) -> bytes:
 
 
 def stable_hash(*key: str | int) -> int:
-    """As ``stable_key``, by the older rule that the embedded corpora and their splits are defined by."""
+    """Like ``stable_key``, with the older format on which the embedded corpora and their splits depend."""
     text = "\x1f".join(map(str, key))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def bits(key: int, index: NDArray[np.integer]) -> NDArray[np.uint64]:
-    """64 bits for each index: mix(key + (index + 1) · golden ratio)."""
+    """64 random bits for each index: mix(key + (index + 1) · golden ratio)."""
     with np.errstate(over="ignore"):
         return _mix(np.uint64(key) + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
 
@@ -61,28 +61,28 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def bits_of(keys: NDArray[np.uint64], index: int) -> NDArray[np.int64]:
-    """20 bits for each of many keys: number ``index`` of each one's own sequence."""
+    """20 random bits for each key: element ``index`` of that key's sequence."""
     with np.errstate(over="ignore"):
         return (_mix(keys + np.uint64(index + 1) * _GOLDEN) >> np.uint64(44)).astype(np.int64)
 
 
 def uniform(key: int, index: NDArray[np.integer]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each index."""
+    """A random number in [0, 1) for each index."""
     return (bits(key, index) >> np.uint64(11)).astype(np.float64) / 9007199254740992.0
 
 
 def integers(key: int, index: NDArray[np.integer], n: int) -> NDArray[np.int64]:
-    """A whole number in [0, n) for each index, n < 2³²; the bias is under n / 2⁵³."""
+    """A random integer in [0, n) for each index, n < 2³²; the bias is under n / 2⁵³."""
     return np.minimum((uniform(key, index) * n).astype(np.int64), n - 1)
 
 
 def permutation(key: int, n: int) -> NDArray[np.int64]:
-    """The numbers 0 … n − 1 in an order that depends on the key alone."""
+    """A random permutation of 0 … n − 1 that depends only on the key."""
     return np.argsort(bits(key, np.arange(n)), kind="stable")
 
 
 class Draws:
-    """A stream of random choices that depends on its key alone: state ← state + golden ratio, value = mix(state)."""
+    """A stream of random choices that depends only on its key: state ← state + golden ratio, value = mix(state)."""
 
     __slots__ = ("_state",)
 
@@ -101,7 +101,7 @@ class Draws:
         return (self.bits() * n) >> 64
 
     def choice(self, items: Sequence[Item]) -> Item:
-        """One of the items, each as likely as the others."""
+        """One of the items, uniformly at random."""
         return items[(self.bits() * len(items)) >> 64]
 
     def chance(self, probability: float) -> bool:
@@ -112,7 +112,7 @@ class Draws:
         return low + (high - low) * (self.bits() >> 11) / 9007199254740992.0
 
     def shuffle(self, items: Sequence[Item]) -> list[Item]:
-        """A new list of the items in random order (Fisher and Yates)."""
+        """A new list of the items in random order (Fisher–Yates)."""
         result = list(items)
         for last in range(len(result) - 1, 0, -1):
             other = self.below(last + 1)

@@ -1,4 +1,4 @@
-"""Images: files decoded with care, IDX archives, and pixels that are a pure function of (seed, epoch, index)."""
+"""Images: safe decoding of files, IDX archives, and augmentation as a pure function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MAX_IDX_BYTES = 4 << 30
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # that Pillow decodes itself; EPS starts Ghostscript
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # decoded by Pillow itself; EPS would start Ghostscript
 
 
 def open_image(file: Path | IO[bytes], formats: tuple[str, ...] = IMAGE_FORMATS) -> Image:
-    """An image file by its content, whatever its name, not decoded yet; a side over ``MAX_SIDE`` is a BadData."""
+    """Open an image file without decoding it, detecting its format from the content; BadData on a side over
+    ``MAX_SIDE``."""
     from PIL import Image
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # callers compare the size with their own limit
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # callers enforce their own limit on the size
         image = Image.open(file, formats=formats)
     if max(image.size) > MAX_SIDE:
         image.close()
@@ -57,13 +58,13 @@ def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
         return str(error)
     except Image.DecompressionBombError:
         return "more pixels than can be decoded safely"
-    except Exception as error:  # decoders raise whatever they like on a damaged file
+    except Exception as error:  # decoders raise many types of exceptions on a damaged file
         return f"cannot be decoded: {str(error) or type(error).__name__}"
     return None
 
 
 def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, channels: int = 3) -> NDArray[np.uint8]:
-    """Pixels (height, width, channels) of uint8, turned as the camera was held, resized to ``size`` × ``size``."""
+    """uint8 pixels (height, width, channels), rotated by EXIF orientation and resized to ``size`` × ``size``."""
     from PIL import Image
 
     if isinstance(image, np.ndarray) and (size is None or image.shape[:2] == (size, size)):
@@ -82,7 +83,7 @@ def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, 
 
 
 def has_colours(image: Path | Image | NDArray[np.uint8]) -> bool:
-    """Whether the channels of an image differ anywhere; a grey picture may be stored as RGB."""
+    """Whether the channels of an image differ anywhere; a grey image may be stored as RGB."""
     if isinstance(image, np.ndarray) and (image.ndim == 2 or image.shape[2] == 1):
         return False
     pixels = pixels_of(image)
@@ -93,7 +94,7 @@ def _decode(picture: Image, size: int | None, channels: int) -> NDArray[np.uint8
     from PIL import Image, ImageOps
 
     picture = eight_bit(ImageOps.exif_transpose(picture))
-    if picture.has_transparency_data:  # what lies under the transparent part was never meant to be seen
+    if picture.has_transparency_data:  # composite onto white: the colours of transparent pixels are arbitrary
         white = Image.new("RGBA", picture.size, "white")
         picture = Image.alpha_composite(white, picture.convert("RGBA"))
     picture = picture.convert("L" if channels == 1 else "RGB")
@@ -115,22 +116,22 @@ def image_batch(
     seed: int = 0,
     epoch: int = 0,
 ) -> Tensor:
-    """pixels (B, C, size, size): scaled to [0, 1], less the mean, over the deviation, one for each channel or for all.
+    """Pixels (B, C, size, size), scaled to [0, 1] and normalised by ``mean`` and ``std``, one per channel or for all.
 
-    ``shift`` moves an image by up to that many pixels each way, its edge repeated, and ``flip`` mirrors every second
-    one, both decided by (seed, epoch, index) alone.
+    ``shift`` translates an image randomly by up to that many pixels in each direction, repeating its edge, and ``flip``
+    mirrors it with probability 1/2. Both depend only on (seed, epoch, index).
     """
     rows = [int(index) for index in indices]
     pixels = np.stack([pixels_of(examples[index].image, size, channels) for index in rows])
     if shift or flip:
         pixels = _augment(pixels, shift, flip, [stable_key("augment", seed, epoch, index) for index in rows])
     batch = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255  # (B, C, height, width)
-    centre, spread = (torch.tensor(tuple(x), dtype=torch.float32).view(-1, 1, 1) for x in (mean, std))
-    return ((batch - centre) / spread).contiguous()
+    centre, scale = (torch.tensor(tuple(x), dtype=torch.float32).view(-1, 1, 1) for x in (mean, std))
+    return ((batch - centre) / scale).contiguous()
 
 
 def _augment(pixels: NDArray[np.uint8], shift: int, flip: bool, keys: list[int]) -> NDArray[np.uint8]:
-    """Shift and mirror images (B, height, width, C) as their keys say; pixels from outside repeat the edge."""
+    """Shift and mirror images (B, height, width, C) by the random bits of their keys; edges are repeated."""
     n, height, width, _ = pixels.shape
     down, right, mirrored = (bits_of(np.asarray(keys, dtype=np.uint64), index) for index in range(3))
     rows, columns = np.arange(height)[None], np.arange(width)[None].repeat(n, 0)
@@ -143,7 +144,7 @@ def _augment(pixels: NDArray[np.uint8], shift: int, flip: bool, keys: list[int])
 
 
 class IdxImages(Sequence[ImageExample]):
-    """Images of an IDX archive as examples, without an object for each."""
+    """The images of an IDX archive as examples, created on access."""
 
     def __init__(
         self, images: NDArray[np.uint8], labels: NDArray[np.uint8], rows: NDArray[np.int64] | None = None
@@ -154,26 +155,26 @@ class IdxImages(Sequence[ImageExample]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> ImageExample:  # type: ignore[override]  # rows, no slices
+    def __getitem__(self, index: int) -> ImageExample:  # type: ignore[override]  # no slices
         row = self.rows[index]
         return ImageExample(self.images[row], label=int(self.labels[row]))
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An IDX file of bytes (LeCun's MNIST format): magic 0x00 0x00 0x08 n, n sizes of four bytes, then the bytes."""
+    """Read an IDX file of bytes (MNIST's format): magic 0x00 0x00 0x08 n, n big-endian uint32 sizes, then the bytes."""
     with open_bytes(path) as file:
         magic = file.read(4)
         if len(magic) < 4 or magic[:3] != b"\0\0\x08" or not 1 <= magic[3] <= 4:
             raise BadData(f"{path} is not an IDX file of bytes: it starts with {magic.hex(' ')}")
         head = file.read(4 * magic[3])
         if len(head) < 4 * magic[3]:
-            raise BadData(f"{path} ends in its header")
+            raise BadData(f"{path} ends within its header")
         shape = struct.unpack(f">{magic[3]}I", head)
-        need = math.prod(shape)
-        if need > _MAX_IDX_BYTES:
-            raise BadData(f"{path} says it holds {need:,} bytes, more than {_MAX_IDX_BYTES:,}")
-        content = file.read(need + 1)
-    if len(content) != need:
-        size = "more" if len(content) > need else f"{len(content):,}"
-        raise BadData(f"{path} says it holds {need:,} bytes, but has {size}")
+        n_bytes = math.prod(shape)
+        if n_bytes > _MAX_IDX_BYTES:
+            raise BadData(f"{path} declares {n_bytes:,} bytes, more than {_MAX_IDX_BYTES:,}")
+        content = file.read(n_bytes + 1)
+    if len(content) != n_bytes:
+        size = "more" if len(content) > n_bytes else f"{len(content):,}"
+        raise BadData(f"{path} declares {n_bytes:,} bytes, but has {size}")
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)

@@ -1,7 +1,7 @@
-"""Rows of one length for language models: documents packed side by side, or blocks cut from one long text.
+"""Rows of equal length for language models: packed documents, or blocks cut from one long text.
 
-Packed rows say to which document each token belongs and count positions anew in each, so that attention never crosses
-from one document to the next. Both are pure functions of (seed, epoch, row) or (seed, step): nothing to store.
+Packed rows carry a document id for each token, and positions restart in each document, so that attention never crosses
+from one document to the next. Both kinds are pure functions of (seed, epoch, row) or (seed, step), without any state.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from ..foundation.checks import check_positive
 from .hashing import integers, permutation, stable_key
 from .token_files import TokenFile
 
-IGNORE = -100  # the target of positions without a loss, as torch.nn.functional.cross_entropy has it
+IGNORE = -100  # target of positions without a loss; the default ignore_index of torch.nn.functional.cross_entropy
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """One row of T tokens, or several."""
+    """A row of T tokens, or a batch of B rows; every field is (T,) or (B, T)."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]  # the next token of the same document; IGNORE after its last one
-    documents: NDArray[np.int64]  # which document of the row a token belongs to, from 0; −1 for padding
-    positions: NDArray[np.int64]  # its position in that document's part of the row
+    documents: NDArray[np.int64]  # index of the token's document within the row, from 0; −1 for padding
+    positions: NDArray[np.int64]  # position in the document's part of the row
 
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """All documents, in an order drawn for each epoch, laid end to end and cut every ``context`` tokens.
+    """All documents concatenated, in a random order for each epoch, and cut every ``context`` tokens.
 
-    A document that does not fit is continued in the next row, where its positions start again; only the last row of an
-    epoch is padded.
+    A document that does not fit continues in the next row, where its positions restart; only the last row of an epoch
+    is padded.
     """
 
     file: TokenFile
@@ -59,19 +59,22 @@ class PackedRows:
         tokens, targets = np.full(width, self.pad_id, np.int64), np.full(width, IGNORE, np.int64)
         document_ids, positions = np.full(width, -1, np.int64), np.zeros(width, np.int64)
         offset, stop = index * width, min((index + 1) * width, int(ends[-1]))  # in the epoch's stream of tokens
-        which, filled, number = int(np.searchsorted(ends, offset, side="right")), 0, 0
+        at = int(np.searchsorted(ends, offset, side="right"))  # index into ``documents``
+        filled = number = 0
         while offset < stop:
-            document = documents[which]
+            document = documents[at]
             start, end = int(self.file.starts[document]), int(self.file.starts[document + 1])
-            skipped = offset - (int(ends[which]) - (end - start))
+            skipped = offset - (int(ends[at]) - (end - start))
             n = min(end - start - skipped, stop - offset)
             part = slice(filled, filled + n)
             ids = self.file.tokens[start + skipped : min(start + skipped + n + 1, end)].astype(np.int64)
             tokens[part] = ids[:n]
             targets[filled : filled + len(ids) - 1] = ids[1:]
             document_ids[part], positions[part] = number, np.arange(n)
-            offset, filled, which = offset + n, filled + n, which + 1
-            number += n > 0
+            offset += n
+            filled += n
+            at += 1
+            number += n > 0  # an empty document gets no id
         return PackedRow(tokens, targets, document_ids, positions)
 
     def batch(self, epoch: int, indices: Iterable[int]) -> PackedRow:
@@ -83,7 +86,7 @@ class PackedRows:
 
 @lru_cache(maxsize=4)
 def _document_layout(rows: PackedRows, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(documents in the order of the epoch, where each ends); cached, because every row of the epoch needs it."""
+    """(documents in the order of the epoch, end of each in its stream); cached, since every row needs both."""
     n = rows.file.n_documents
     documents = permutation(stable_key("documents", rows.seed, epoch), n) if rows.shuffle else np.arange(n)
     return documents, np.cumsum(np.diff(rows.file.starts)[documents])
@@ -91,17 +94,19 @@ def _document_layout(rows: PackedRows, epoch: int) -> tuple[NDArray[np.int64], N
 
 @dataclass(frozen=True, eq=False)
 class TokenBlocks:
-    """Blocks of ``context`` tokens out of one long row, documents or not."""
+    """Blocks of ``context`` tokens cut from one long row, across document boundaries."""
 
     tokens: NDArray[np.integer]
     context: int
 
     def __post_init__(self) -> None:
         if len(self.tokens) <= self.context:
-            raise ValueError(f"context={self.context} needs more than {len(self.tokens)} tokens: each has a next one")
+            raise ValueError(
+                f"context={self.context} needs more than {len(self.tokens)} tokens: the last one is only a target"
+            )
 
     def random(self, seed: int, step: int, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(tokens, targets), both (batch, context), at positions that depend on (seed, step) alone."""
+        """(tokens, targets), both (batch, context), at random positions that depend only on (seed, step)."""
         key = stable_key("blocks", seed, step)
         return self._at(integers(key, np.arange(batch), len(self.tokens) - self.context))
 
@@ -109,7 +114,7 @@ class TokenBlocks:
         return (len(self.tokens) - 1) // self.context
 
     def sequential(self, first: int, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(tokens, targets) of blocks first, first + 1 …: at most ``batch``, fewer at the end."""
+        """(tokens, targets) of blocks first, first + 1 …; at most ``batch``, fewer at the end."""
         return self._at(np.arange(first, min(first + batch, len(self))) * self.context)
 
     def _at(self, starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

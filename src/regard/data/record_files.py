@@ -1,7 +1,7 @@
 """Files of records to predict on: CSV, TSV, JSONL, Parquet, lines of text, or a folder of images.
 
-Unlike a source of examples, a record keeps every column and its place in the file, so that a prediction can be written
-beside what it was made from. Reading takes the memory of one record; of Parquet, of one batch.
+Unlike an example of a source, a record keeps all its columns and its line number, so that a prediction can be written
+next to its input. One record is in memory at a time, or one batch of a Parquet file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SAMPLE_ROWS = 200
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the model reads of one record, all of its columns, and its line in the file."""
+    """One record: its line in the file, the text the model reads, and all its columns."""
 
     line: int
     text: str
@@ -41,23 +41,23 @@ class Record:
 
 @dataclass(frozen=True)
 class Records:
-    """Records that can be read from the start as often as needed."""
+    """The records of a file; ``read`` starts from the beginning each time."""
 
-    name: str  # of the file; empty: what was typed
+    name: str  # file name; empty for texts from the command line
     form: RecordForm
     columns: tuple[str, ...]
     read: Callable[[], Iterator[Record]]
     header: bool = True
     delimiter: str = ","
-    column: str = "text"  # the one that is read, or two: a,b
-    has_pairs: bool = False  # two columns are read: a text is two with a tab between them
+    column: str = "text"  # the column the model reads, or two of them as "a,b"
+    has_pairs: bool = False  # whether two columns are read; their texts are joined by a tab
 
     def place(self, line: int) -> str:
-        """``reviews.csv:8``, as the file numbers its lines."""
+        """The location of a record for messages: ``reviews.csv:8``."""
         return f"{self.name}:{line}" if self.name else f"text {line}"
 
     def free_name(self, name: str) -> str:
-        """The name of a new column: ``label``, or ``label_2`` where the file has one of that name."""
+        """A name for a new column: ``label``, or ``label_2`` if the file already has that column."""
         names = [name, *(f"{name}_{n}" for n in range(2, len(self.columns) + 3))]
         return next(free for free in names if free not in self.columns)
 
@@ -73,21 +73,21 @@ def text_records(texts: Sequence[str], name: str = "", first: int = 1) -> Record
 
 
 def open_records(path: Path, column: str | None = None, *, images: bool = False, encoding: str = "auto") -> Records:
-    """The records of a file, of which ``column`` (or two: a,b) is read; else the one named as a text or as an image.
+    """Open the records of a file. The model reads ``column`` (or two, "a,b"), by default one with a known name.
 
-    The names of ``images`` are relative to the folder of the table that holds them.
+    With ``images``, the column holds file names relative to the folder of the table.
     """
     form, options = form_of(path), _OPTIONS.with_(encoding=encoding)
     if form in ("lines", "folder") and column is not None:
-        raise ValueError(f"column={column}: {path} has no columns")
+        read_as = "a folder of images" if form == "folder" else f"lines, not as a table ({', '.join(_FORMS)})"
+        raise ValueError(f"column={column}: {path} has no columns: by its name it is read as {read_as}")
     if form == "folder":
         return Records(str(path), form, ("image",), lambda: _folder_records(path))
     if form == "lines":
         return Records(str(path), form, ("text",), lambda: _line_records(path, options))
-    header, first, delimiter = True, list[str](), ","
+    header, delimiter = True, ","
     if form in ("csv", "tsv"):
-        report = ReadReport()
-        records = islice(table_records(path, form, report, options), _SAMPLE_ROWS)
+        records = islice(table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
         rows = [cells for _, cells in records if cells is not None]
         first = [cell.strip() for cell in rows[0]] if rows else []
         header = has_header(rows) or (column in first and not str(column).isdigit())
@@ -97,31 +97,35 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
         names = list(next((record for _, record in _jsonl_objects(path, options)), {}))
     else:
         names = list(_open_parquet(path).schema_arrow.names)
-    wanted = [column] if column is None or column in names else column.split(",")
-    chosen = [_choose_column(path, names, each, images, nested=form == "jsonl") for each in wanted]
-    folder, has_pairs = path.parent if images else None, len(chosen) > 1
+    requested = [column] if column is None or column in names else column.split(",")
+    chosen = [_choose_column(path, names, name, images, nested=form == "jsonl") for name in requested]
+    folder = path.parent if images else None
+    has_pairs = len(chosen) > 1
 
     def read() -> Iterator[Record]:
         for line, fields in _fields(path, form, names, header, options):
-            cells = [_cell(fields, each, path, line, folder) for each in chosen]
+            cells = [_cell(fields, name, path, line, folder) for name in chosen]
             text = "\t".join(cell.replace("\t", " ") for cell in cells) if has_pairs else cells[0]
             yield Record(line, text, fields)
 
     return Records(str(path), form, tuple(names), read, header, delimiter, ",".join(chosen), has_pairs)
 
 
-def _choose_column(path: Path, names: Sequence[str], wanted: str | None, images: bool, nested: bool) -> str:
-    if wanted is not None:
-        if wanted in names or (nested and wanted.split(".")[0] in names):
-            return wanted
-        if wanted.isdigit() and int(wanted) < len(names):
-            return names[int(wanted)]
-        raise ValueError(f"column={wanted}: {path} has the columns {', '.join(names) or 'of no record'}")
+def _choose_column(path: Path, names: Sequence[str], requested: str | None, images: bool, nested: bool) -> str:
+    """The requested column, by name or number; without a request, the one with a known name, or the only one."""
+    if requested is not None:
+        if requested in names or (nested and requested.split(".")[0] in names):
+            return requested
+        if requested.isdigit() and int(requested) < len(names):
+            return names[int(requested)]
+        columns = f"the columns {', '.join(names)}" if names else "no records"
+        raise ValueError(f"column={requested}: {path} has {columns}")
     known = COLUMN_NAMES["image"] if images else (*COLUMN_NAMES["source"], *COLUMN_NAMES["text"])
     lower = {name.lower(): name for name in names}
-    found = [lower[name] for name in known if name in lower] or (names if len(names) == 1 else [])
-    if found or not names:
-        return found[0] if found else ""
+    if (match := next((lower[name] for name in known if name in lower), None)) is not None:
+        return match
+    if len(names) <= 1:
+        return names[0] if names else ""
     raise ValueError(f"{path} has the columns {', '.join(names)}; say which to read: column={names[0]}")
 
 
@@ -168,13 +172,13 @@ def _line_records(path: Path, options: DataConfig) -> Iterator[Record]:
 def _folder_records(path: Path) -> Iterator[Record]:
     files = sorted(file for file in path.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
     if not files:
-        raise BadData(f"{path}: no image in this folder; {', '.join(IMAGE_SUFFIXES)} are looked for")
+        raise BadData(f"{path}: no images in this folder; supported file names end in {', '.join(IMAGE_SUFFIXES)}")
     for number, file in enumerate(files, start=1):
         yield Record(number, str(file), {"image": file.relative_to(path).as_posix()})
 
 
 def _refuse_bad(report: ReadReport) -> None:
-    """A line that cannot be read would put all predictions after it beside the wrong record."""
+    """Raise BadData on the first bad line: skipping it would shift all later predictions to the wrong record."""
     if report.first:
         raise BadData(str(report.first[0]))
 
@@ -188,7 +192,7 @@ def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder:
     if value is None:
         return ""
     if isinstance(value, dict | list):
-        raise BadData(f"{path}:{line}: {column!r} is no text but a {type(value).__name__}")
+        raise BadData(f"{path}:{line}: {column!r} is not a text but a {type(value).__name__}")
     return str(folder / str(value)) if folder is not None and str(value).strip() else str(value)
 
 
@@ -206,8 +210,8 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             rows = next(batches).to_pylist()
         except StopIteration:
             return
-        except (OSError, ValueError) as error:  # its own errors are of both kinds
-            raise BadData(f"{path} is damaged, or no Parquet: {error}") from None
+        except (OSError, ValueError) as error:  # base classes of pyarrow's own errors
+            raise BadData(f"{path} is damaged or not a Parquet file: {error}") from None
         yield from rows
 
 
@@ -215,13 +219,13 @@ def _parquet_library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise RegardError("Parquet is read by pyarrow, which is not installed: pip install 'regard[data]'") from None
+        raise RegardError("Parquet needs pyarrow, which is not installed: pip install 'regard[data]'") from None
 
 
 def write_records(
     file: IO[bytes], form: RecordForm, records: Records, new: Mapping[str, type], rows: Iterable[dict[str, Any]]
 ) -> None:
-    """Rows, each with the columns of ``records`` and the ``new`` ones, which hold text or numbers (str, float)."""
+    """Write rows with the columns of ``records`` followed by the ``new`` ones, whose types are str or float."""
     if form == "parquet":
         _write_parquet(file, records, new, rows)
     else:
@@ -234,7 +238,7 @@ def write_records(
 def row_encoder(
     form: RecordForm, records: Records, new: Mapping[str, type]
 ) -> Callable[[dict[str, Any] | None], bytes]:
-    """A function from a row to its bytes in the file; from None to those of the header."""
+    """A function that encodes a row as bytes, or the header if it is given None."""
     names, header = [*records.columns, *new], records.header and form in ("csv", "tsv")
     delimiter = records.delimiter if records.form == "csv" else ","
 

@@ -1,7 +1,7 @@
-"""Large files once read: their examples, split and report, found again by a hash of the files' content.
+"""A cache of large sources: their examples, split and report, keyed by a hash of the files' content.
 
-Reading, checking and splitting five million lines takes minutes, hashing them a second. Everything lies in one folder
-for each content and way of reading it, which may be deleted at any time.
+Reading, checking and splitting five million lines takes minutes, hashing them takes a second. Each combination of
+content and options has a folder, which may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..foundation.jsonio import to_json
 from .example_files import ExampleFile
 from .examples import ReadReport
 
-_VERSION = 1  # another one where the same file would be read or split in another way
+_VERSION = 1  # increase it when a change makes the same file be read or split differently
 _HEADER = "source.json"
-LARGE = 1 << 26  # bytes of files, or of training text: what takes long to read and encode is stored for all runs
+LARGE = 1 << 26  # bytes of files or training text from which the result is cached for later runs
 
 
 def content_key(paths: Sequence[Path], reading: Mapping[str, Any]) -> str | None:
-    """A hash of the files' content and of how they are read; None where they are small."""
+    """A hash of the files' content and of the options they are read with; None if they are too small to cache."""
     if sum(path.stat().st_size for path in paths) < LARGE:
         return None
     digests = []
@@ -39,7 +39,7 @@ def content_key(paths: Sequence[Path], reading: Mapping[str, Any]) -> str | None
 
 
 def read_source(key: str) -> tuple[dict[str, Any], ExampleFile, ExampleFile, ReadReport] | None:
-    """(what ``write_source`` was told, examples to train on, held-out ones, the report); None where there is none."""
+    """(``about`` of ``write_source``, training examples, held-out examples, report); None if it is not cached."""
     folder = _folder(key)
     try:
         header = json.loads((folder / _HEADER).read_bytes())
@@ -47,7 +47,7 @@ def read_source(key: str) -> tuple[dict[str, Any], ExampleFile, ExampleFile, Rea
         fields |= {"first": [BadLine(**line) for line in fields["first"]], "reasons": Counter(fields["reasons"])}
         report = ReadReport(**fields)
         train, valid = (ExampleFile.open(folder / side, header["n_texts"]) for side in ("train", "valid"))
-    except (OSError, ValueError, KeyError, TypeError):  # none, or damaged: it is read from the files again
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the source files are read again
         return None
     return header, train, valid, report
 
@@ -55,7 +55,7 @@ def read_source(key: str) -> tuple[dict[str, Any], ExampleFile, ExampleFile, Rea
 def write_source(
     key: str, about: Mapping[str, Any], train: ExampleFile, valid: ExampleFile, report: ReadReport
 ) -> None:
-    """Store a source; a disk that is full or may not be written to is no reason to stop."""
+    """Store a source. A full or read-only disk is not an error."""
     with suppress(OSError), replace_directory(_folder(key)) as folder:
         train.save(folder / "train")
         valid.save(folder / "valid")

@@ -1,6 +1,6 @@
-"""Which files the name of a source means, and what they hold: a file, two, a folder with its parts, or hf:name.
+"""Finding the files of a source and detecting their content: one file, several, a folder with its parts, or hf:name.
 
-Format and columns are detected from a file's name and its first lines; every guess can be overridden by an option.
+Format and columns are detected from a file's name and its first lines; an option overrides each guess.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
+    "anchor": ("anchor", "query"),
+    "positive": ("positive", "pos"),
+    "negative": ("negative", "neg"),
+    "question": ("question",),
+    "passages": ("passages", "contexts"),
 }
 _LANGUAGE_NAMES = """
 ar bg bn cs cy da de el en es et eu fa fi fr ga gl gu he hi hr hu hy id is it ja ka kk ko lt lv mk ml mn mr ms my nb ne
@@ -56,25 +61,27 @@ romanian russian spanish swedish thai turkish ukrainian vietnamese 영어 한국
 """
 _COLUMN_NAME = re.compile(r"(?=.{1,40}$)[^\W\d][\w-]*([ .][\w-]+)?")
 _NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?")
-_PAIR_NAMES = (  # of two texts with one label, as the usual data sets call them
+_PAIR_NAMES = (  # usual column names of two texts with one label
     *(("premise", "hypothesis"), ("sentence1", "sentence2"), ("text1", "text2"), ("question1", "question2")),
     ("text_a", "text_b"),
 )
-# The columns of each kind; of several lists the first whose columns are all there.
+# The columns of each kind; of several alternatives, the first whose columns all exist is used.
 _COLUMNS_OF: dict[Kind, tuple[tuple[str, ...], ...]] = {
     "captions": (("image", "caption"),),
     "images": (("image", "label"),),
     "labelled": (("text", "label"),),
+    "questions": (("question", "answer", "passages"),),
     "preferences": (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
     "chats": (("messages",), ("prompt", "input", "answer"), ("prompt", "answer")),
-    "pairs": (("source", "target"),),
+    "triplets": (("anchor", "positive", "negative"),),
+    "pairs": (("anchor", "positive"), ("source", "target")),
     "text": (("text",),),
     "tagged": (("words", "tags"),),
 }
 
 
 def detect_format(path: Path, options: DataConfig) -> Format:
-    """By the suffix; .txt and unknown ones are a table where every early line has the same number of tabs."""
+    """The format by suffix. With .txt or an unknown suffix, tsv if all the first lines have the same number of tabs."""
     if (by_suffix := _FORMATS.get(suffix_of(path))) is not None:
         return by_suffix
     if "idx3-ubyte" in path.name or "idx4-ubyte" in path.name:
@@ -85,7 +92,7 @@ def detect_format(path: Path, options: DataConfig) -> Format:
 
 
 def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
-    """Which columns are what."""
+    """Detect the kind of a table and its columns; ValueError if the options must say which columns to use."""
     if form in ("jsonl", "json"):
         return _json_schema(path, form, options)
     records = islice(table_files.table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
@@ -106,22 +113,21 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
         return Schema("text", (0,), header, 1)
     if width != 2:
         if header:
-            wanted = " and ".join(_COLUMNS_OF[options.kind][-1]) if options.kind else "to be taken"
+            roles = " and ".join(_COLUMNS_OF[options.kind][-1]) if options.kind else "to be used"
             hint = f"columns={_suggest_columns(keys, options.kind or 'pairs')}"
-            raise ValueError(f"{path} has the columns {', '.join(keys)}; say which are {wanted}: {hint}")
-        raise ValueError(f"{path} has {width} columns without names; say which to take: columns=0,1")
+            raise ValueError(f"{path} has the columns {', '.join(keys)}; say which are {roles}: {hint}")
+        raise ValueError(f"{path} has {width} columns without names; say which to use: columns=0,1")
     kind = options.kind or _guess_kind(body, keys, (0, 1), header, any_order=True)
-    first_is_label = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2])
-    return Schema(
-        kind, (1, 0) if first_is_label else (0, 1), header, 2, tuple(keys) if header else (), options.kind is None
-    )
+    label_first = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2])
+    columns = (1, 0) if label_first else (0, 1)
+    return Schema(kind, columns, header, 2, tuple(keys) if header else (), guessed=options.kind is None)
 
 
 def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
     """Whether the first row names the columns.
 
-    It does where the names are known ones or languages, or where a column of numbers or classes has another word on
-    top; in each case no name comes again below it.
+    It does if its cells are known column names or languages, or if they look like names and some column below is all
+    numbers or classes. None of them may occur again in its column.
     """
     names = [cell.strip() for cell in rows[0]] if rows else []
     if len(names) < 2:
@@ -140,7 +146,7 @@ def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
 
 
 def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
-    """The columns by their names; None where the names are not known."""
+    """The schema that these column names suggest; None if they are not known names."""
     lower = {key.lower(): key for key in keys}
     label = next((lower[name] for name in COLUMN_NAMES["label"] if name in lower), None)
     pair = next(([lower[name] for name in names] for names in _PAIR_NAMES if lower.keys() >= set(names)), None)
@@ -148,18 +154,18 @@ def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
         return Schema("labelled", (*pair, label), header=True, names=tuple(keys))
     for candidate in _COLUMNS_OF if kind is None else (kind,):
         for parts in _COLUMNS_OF[candidate]:
-            found = [[lower[name] for name in COLUMN_NAMES[what] if name in lower] for what in parts]
-            if all(found):
-                # Of a text beside other columns nothing says that the others are not its labels.
+            matches = [[lower[name] for name in COLUMN_NAMES[role] if name in lower] for role in parts]
+            if all(matches):
+                # The other columns beside a text column may be its labels.
                 guessed = kind is None and candidate == "text" and len(keys) > 1
-                columns = tuple(names[0] for names in found)
+                columns = tuple(names[0] for names in matches)
                 return Schema(candidate, columns, header=True, names=tuple(keys), guessed=guessed)
     return None
 
 
 def _suggest_columns(keys: list[str], kind: Kind) -> str:
-    """Those with known names, and for the others the last ones."""
-    known = [next((key for key in keys if key.lower() in COLUMN_NAMES[what]), None) for what in _COLUMNS_OF[kind][-1]]
+    """The columns with known names for this kind, and the last columns for the rest."""
+    known = [next((key for key in keys if key.lower() in COLUMN_NAMES[role]), None) for role in _COLUMNS_OF[kind][-1]]
     rest = [key for key in keys if key not in known]
     return ",".join(key or rest.pop() for key in known)
 
@@ -176,21 +182,25 @@ def _json_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     if len(keys) == 2 and all(key.startswith("translation.") for key in keys):
         return Schema("pairs", tuple(keys), header=True)
     if (guess := schema_of_keys(keys, options.kind)) is None:
-        raise ValueError(f"{path} has the fields {', '.join(keys) or 'none'}; say which to take: columns=a,b")
+        raise ValueError(f"{path} has the fields {', '.join(keys) or 'none'}; say which to use: columns=a,b")
     return guess
 
 
 def _schema_of_columns(columns: tuple[str | int, ...], kind: Kind | None) -> Schema:
-    guess = schema_of_keys([str(column) for column in columns], kind)
-    return Schema(kind or (guess.kind if guess else "text" if len(columns) == 1 else "pairs"), columns, header=True)
+    if kind is None:
+        guess = schema_of_keys([str(column) for column in columns], None)
+        default: Kind = "text" if len(columns) == 1 else "pairs"
+        kind = default if guess is None else guess.kind
+    return Schema(kind, columns, header=True)
 
 
 def _guess_kind(
     body: list[list[str]], keys: list[str], columns: tuple[str | int, ...], header: bool, any_order: bool = False
 ) -> Kind:
-    """Image names make captions or labelled images, few different values labels; anything else is a pair.
+    """Guess the kind of two columns: names of images mean captions or images, a column of classes means labelled, and
+    anything else is pairs.
 
-    Columns that were asked for stand in their order, the label second; others may have it first.
+    Columns that the user chose have the label second; with ``any_order`` it may also be first.
     """
     if len(columns) == 1:
         return "text"
@@ -207,7 +217,7 @@ def _guess_kind(
 
 
 def _are_classes(values: list[str]) -> bool:
-    """Whether these are classes: one or two words, and each several times."""
+    """Whether the values look like classes: one or two words each, and far fewer distinct ones than values."""
     distinct = set(values)
     short = all(len(x) <= 40 and len(x.split()) <= 2 for x in distinct)
     return short and len(values) >= 4 and len(distinct) <= min(100, max(2, len(values) // 4))
@@ -218,7 +228,7 @@ _TRAIN, _VALID = ("train", "training"), ("valid", "val", "validation", "dev")
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files that belong together, and what they hold."""
+    """Files that belong together, and their format and content."""
 
     form: Format
     kind: Kind
@@ -228,12 +238,13 @@ class SourceFiles:
     labels: tuple[str, ...] | None = None
     idx: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None
     table: Any = None  # the rows of a Hugging Face dataset
-    valid: SourceFiles | None = None  # the held-out part, where the source has one
+    valid: SourceFiles | None = None  # the held-out part, if the source has one
     tables: tuple[SourceFiles, ...] = ()  # several tables of pairs, read one after the other
 
 
 def find_source_files(name: str, options: DataConfig) -> SourceFiles:
-    # Three columns are two texts and their label, and labels that are no classes cannot be told from texts.
+    """Find the files that ``name`` means and detect what they hold, as far as ``options`` does not say."""
+    # Three columns are two texts and a label. Label sets and numbers cannot be distinguished from texts.
     is_labelled = options.problem_type != "single_label" or len(options.columns or ()) == 3
     if options.kind is None and is_labelled:
         options = options.with_(kind="labelled")
@@ -271,11 +282,11 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
             schema = detect_schema(path, form, options)
             images = _image_folder(path, options) if schema.kind in ("captions", "images") else None
             return SourceFiles(form, schema.kind, (path,), schema, images)
-    raise ValueError(f"format={form!r} is not one of a single file, which {path} is")
+    raise ValueError(f"{path} is a single file, which format={form!r} cannot describe")
 
 
 def _from_tables(name: str, paths: list[Path], options: DataConfig) -> SourceFiles:
-    """Several tables of pairs, such as real ones and back-translated ones, each with columns of its own."""
+    """Several tables of pairs, such as real and back-translated ones, each with its own columns."""
     if options.kind not in (None, "pairs"):
         raise ValueError(f"source={name} names several files, which are read as pairs, not as kind={options.kind}")
     tables = tuple(_from_file(path, options.with_(kind="pairs")) for path in paths)
@@ -292,7 +303,8 @@ def _image_folder(path: Path, options: DataConfig) -> Path:
 
 
 def _from_folder(path: Path, options: DataConfig) -> SourceFiles:
-    """IDX files; train and valid tables; parallel files told by their endings; folders of images; documents."""
+    """A folder of IDX files, train and valid tables, parallel files with different endings, images by class, or
+    documents."""
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if idx := [file for file in files if "idx3-ubyte" in file.name or "idx4-ubyte" in file.name]:
         train, valid = ([file for file in idx if file.name.startswith(names)] for names in (_TRAIN, _VALID))
@@ -314,25 +326,25 @@ def _from_folder(path: Path, options: DataConfig) -> SourceFiles:
 
 
 def _from_parts(path: Path, files: list[Path], options: DataConfig, like: SourceFiles | None = None) -> SourceFiles:
-    """The files of one part of a folder; ``like`` is the training part, whose columns the other part shares."""
+    """The files of one part of a folder; ``like`` is the training part, whose columns the held-out part shares."""
     tables = [file for file in files if suffix_of(file) in _FORMATS]
     if tables or len(files) == 1:
-        found = _from_file((tables or files)[0], options)
-        if tables and like is not None and found.kind == like.kind:
-            return replace(found, schema=like.schema or found.schema)
-        return found
+        part = _from_file((tables or files)[0], options)
+        if tables and like is not None and part.kind == like.kind:
+            return replace(part, schema=like.schema or part.schema)
+        return part
     endings = {suffix_of(file).removeprefix("."): file for file in files}
-    wanted = options.columns or (tuple(endings) if len(endings) == 2 else None)
-    if wanted is None or len(wanted) != 2 or any(str(ending) not in endings for ending in wanted):
+    chosen = options.columns or (tuple(endings) if len(endings) == 2 else None)
+    if chosen is None or len(chosen) != 2 or any(str(ending) not in endings for ending in chosen):
         hint = f"say which two: columns={','.join(list(endings)[:2])}"
         raise ValueError(f"{path} has files ending in {', '.join(endings)}, columns={options.columns}; {hint}")
-    return SourceFiles("parallel", "pairs", tuple(endings[str(ending)] for ending in wanted))
+    return SourceFiles("parallel", "pairs", tuple(endings[str(ending)] for ending in chosen))
 
 
 def _from_idx(images: Path) -> SourceFiles:
     labels = images.with_name(images.name.replace("images-idx3", "labels-idx1").replace("images-idx4", "labels-idx1"))
     if not labels.is_file() or labels == images:
-        raise BadData(f"{images} has no file of labels beside it; {labels.name} was looked for")
+        raise BadData(f"{images} has no labels: there is no file {labels.name} beside it")
     pixels, numbers = read_idx(images), read_idx(labels)
     if numbers.ndim != 1 or pixels.ndim not in (3, 4) or len(pixels) != len(numbers):
         raise BadData(f"{images} has shape {pixels.shape}, but {labels} has {numbers.shape}")
@@ -340,7 +352,7 @@ def _from_idx(images: Path) -> SourceFiles:
 
 
 def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """The rows of anything but text files, which have lines of documents (``read_documents``)."""
+    """The rows of any format but text; documents are read by ``read_documents``."""
     if files.tables:
         for table in files.tables:
             yield from read_rows(table, report, options)
@@ -359,7 +371,7 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
             yield from table_files.read_parallel(files.paths, report, options)
         case "captions":
             yield from table_files.read_caption_json(path, report, options)
-        case "folder":  # one for each class
+        case "folder":  # one subfolder per class
             for label in files.labels or ():
                 for number, file in enumerate(sorted((path / label).iterdir()), start=1):
                     if file.suffix.lower() in IMAGE_SUFFIXES:
@@ -368,16 +380,16 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
 
 
 def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
-    """``hf:name`` or ``hf:name:configuration``, through the ``datasets`` library."""
+    """Load ``hf:name`` or ``hf:name:configuration`` with the ``datasets`` library."""
     try:
         library = importlib.import_module("datasets")
     except ImportError:
-        raise RegardError(f"{name} is read by datasets, which is not installed: pip install 'regard[data]'") from None
+        raise RegardError(f"{name} needs datasets, which is not installed: pip install 'regard[data]'") from None
     repository, _, configuration = name.removeprefix("hf:").partition(":")
     splits = library.load_dataset(repository, configuration or None)
     train, valid = (next((splits[x] for x in names if x in splits), None) for names in (_TRAIN, _VALID))
     if train is None:
-        raise BadData(f"{name} has the splits {', '.join(splits)}, none of them to train on")
+        raise BadData(f"{name} has the splits {', '.join(splits)}, but none to train on")
     keys = list(train.features)
     if "translation" in keys:
         languages = options.columns or tuple(train[0]["translation"])[:2]
@@ -387,7 +399,7 @@ def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
     else:
         schema = schema_of_keys(keys, options.kind)
     if schema is None:
-        raise ValueError(f"{name} has the columns {', '.join(keys)}; say which to take: columns=a,b")
+        raise ValueError(f"{name} has the columns {', '.join(keys)}; say which to use: columns=a,b")
     has_labels = schema.kind in ("labelled", "images")
     names = getattr(train.features[str(schema.columns[1])], "names", None) if has_labels else None
     labels = None if names is None else tuple(names)
@@ -400,7 +412,7 @@ def _table_rows(files: SourceFiles, schema: Schema, report: ReadReport) -> Itera
     for number, record in enumerate(files.table, start=1):
         report.n_read += 1
         cells = table_files.cells_of(record, schema, files.paths[0], number, report)
-        if cells and names and cells[1].isdigit() and int(cells[1]) < len(names):  # such tables number their classes
+        if cells and names and cells[1].isdigit() and int(cells[1]) < len(names):  # an index into the class names
             cells = (cells[0], names[int(cells[1])])
         if cells:
             yield Row(files.paths[0], number, cells)

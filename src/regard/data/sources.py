@@ -1,4 +1,4 @@
-"""``open_source``: examples of a corpus, files or a dataset as two sequences, one to train on and one held out."""
+"""``open_source``: the examples of a corpus, of files or of a dataset, split into training and held-out sequences."""
 
 from __future__ import annotations
 
@@ -12,18 +12,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..config import DataConfig, Kind
 from ..errors import BadData
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
 from .example_files import ExampleFile, ExampleWriter
-from .examples import Example, ImageExample, Label, Labelled, Pair, ReadReport, Tagged, Text, chat_of, preference_of
+from .examples import (
+    Example,
+    ImageExample,
+    Label,
+    Labelled,
+    Pair,
+    Question,
+    ReadReport,
+    Tagged,
+    Text,
+    Triplet,
+    chat_of,
+    preference_of,
+)
 from .images import IdxImages, check_image
 from .source_cache import content_key, read_source, write_source
 from .source_files import SourceFiles, find_source_files, read_rows
-from .splits import AT_MOST, MAX_HELD_OUT_ROWS, Split, first_occurrences, held_out_mask, sha256_of, split_tail
+from .splits import Split, first_occurrences, select, sha256_of, split_examples
 from .table_files import Row, Schema, read_documents
 
 _log = logging.getLogger(__name__)
@@ -33,7 +43,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Source:
-    """Examples to train on and examples held out, with their split, class names and read report."""
+    """Training and held-out examples with their split, class names and read report."""
 
     name: str
     kind: Kind
@@ -42,10 +52,10 @@ class Source:
     split: Split
     labels: tuple[str, ...] | None = None
     report: ReadReport = field(default_factory=ReadReport)
-    n_duplicates: int = 0  # examples left out by the option deduplicated
+    n_duplicates: int = 0  # number of examples removed by the option deduplicated
     others: Mapping[str, Sequence[Example]] = field(default_factory=dict)  # further held-out splits of a corpus
-    schema: Schema | None = None  # of a table
-    kind_implied: bool = False  # the task said what kind of table this is, not the table
+    schema: Schema | None = None  # columns of a table
+    kind_implied: bool = False  # whether the kind was inferred from the task instead of the table
 
     @property
     def sha256(self) -> str:
@@ -54,7 +64,7 @@ class Source:
 
 
 class CorpusView(Sequence[Example]):
-    """The first ``size`` examples of a corpus split: generated when first accessed; texts are then cached."""
+    """The first ``size`` examples of a corpus split, generated on first access; texts are then cached."""
 
     def __init__(self, corpus: Corpus[Any], split: str, size: int) -> None:
         self.corpus, self.split, self.size = corpus, split, size
@@ -70,7 +80,7 @@ class CorpusView(Sequence[Example]):
             raise IndexError(f"index={index} is not one of the {self.size} examples of {self.corpus.name}")
         if index not in self._cache:
             example = _to_example(self.corpus.example(self.split, index))
-            if isinstance(example, ImageExample):  # those are drawn again: pixels take too much memory
+            if isinstance(example, ImageExample):  # drawn again on every access: pixels take too much memory to cache
                 return example
             self._cache[index] = example
         return self._cache[index]
@@ -79,9 +89,9 @@ class CorpusView(Sequence[Example]):
 def open_source(
     source: str | Path | Sequence[str | Path] | Corpus[Any] | DataConfig | None = None, **options: Any
 ) -> Source:
-    """The examples of an embedded corpus, of files or of a Hugging Face dataset; options are the fields of DataConfig.
+    """Open an embedded corpus, files or a Hugging Face dataset; ``options`` are the fields of DataConfig.
 
-    Bad lines raise one BadData that lists them, or are left out, counted and reported with bad_lines="skip".
+    Bad lines raise one BadData that lists them; with bad_lines="skip" they are left out, counted and reported.
     """
     if isinstance(source, DataConfig):
         config = source.with_(**options)
@@ -109,18 +119,18 @@ def open_source(
     if opened.report.n_bad:
         _log.warning("%s", opened.report.to_text(refused=False))
     for file, encoding in opened.report.encodings.items():
-        _log.warning("%s is read as %s; encoding=… says otherwise", file, encoding.upper())
+        _log.warning("%s is read as %s; encoding=… sets another encoding", file, encoding.upper())
     return opened
 
 
 def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles | None) -> str | None:
-    """What a large source of texts is stored under; None of any other."""
+    """The key under which a large source of texts is cached; None for any other source."""
     parts = [part for part in (files, valid_files) if part is not None]
     if any(part.form in ("hf", "idx", "folder") or part.kind not in ("text", "pairs", "labelled") for part in parts):
         return None
     if config.problem_type != "single_label":
         return None
-    defaults = DataConfig()  # what is not set need not be named: another version may have more options
+    defaults = DataConfig()  # options at their defaults are left out, so that a new option does not change old keys
     names = [
         name for name in (*_FILE_OPTIONS, "kind", "valid_rows") if getattr(config, name) != getattr(defaults, name)
     ]
@@ -131,18 +141,18 @@ def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles 
 
 
 def _to_cache(key: str, source: Source) -> Source:
-    """The same source, from where it is stored now."""
+    """Cache a source and return it with its examples read from the cache, so that its temporary file is freed."""
     assert isinstance(source.train, ExampleFile) and isinstance(source.valid, ExampleFile)
     about = {"labels": source.labels, "split": source.split.to_dict(), "n_duplicates": source.n_duplicates}
     write_source(key, about, source.train, source.valid, source.report)
-    found = read_source(key)  # the file without a name can go
-    return source if found is None else replace(source, train=found[1], valid=found[2])
+    cached = read_source(key)
+    return source if cached is None else replace(source, train=cached[1], valid=cached[2])
 
 
 def _from_cache(key: str, config: DataConfig, files: SourceFiles) -> Source | None:
-    if (found := read_source(key)) is None:
+    if (cached := read_source(key)) is None:
         return None
-    about, train, valid, report = found
+    about, train, valid, report = cached
     labels = None if about["labels"] is None else tuple(about["labels"])
     split = Split(**about["split"])
     n_duplicates = about["n_duplicates"]
@@ -164,22 +174,18 @@ _FILE_OPTIONS = {
 def _load_corpus(corpus: Corpus[Any], config: DataConfig) -> Source:
     changed = {name for name in _FILE_OPTIONS if getattr(config, name) != DataConfig.model_fields[name].default}
     if changed:
-        raise ValueError(f"{min(changed)} means nothing to the embedded corpus {corpus.name}")
+        raise ValueError(f"{min(changed)} does not apply to the embedded corpus {corpus.name}")
+    train, valid, *rest = corpus.splits
+    n_valid = config.valid_rows if isinstance(config.valid_rows, int) else 2000
     views = {}
     for split in corpus.splits:
         size = corpus.size(split)
-        endless = (
-            config.epoch_examples
-            if split == corpus.splits[0]
-            else config.valid_rows
-            if isinstance(config.valid_rows, int)
-            else 2000
-        )
-        views[split] = CorpusView(corpus, split, endless if size is None else size)
-    train, valid, *rest = corpus.splits
+        if size is None:  # an endless split
+            size = config.epoch_examples if split == train else n_valid
+        views[split] = CorpusView(corpus, split, size)
     first = views[train][0]
     kind: Kind = "pairs" if isinstance(first, Pair) else "text" if isinstance(first, Text) else "captions"
-    # All of what is read where it is files, the first examples of each split where it is a grammar.
+    # A corpus of files has a digest of all of them; a generated one is identified by the first examples of each split.
     content = getattr(corpus, "digest", None) or fingerprint(corpus)
     hashes = [hashlib.sha256(f"{content} {name} {len(views[name])}".encode()).hexdigest() for name in (train, valid)]
     split_of = Split("by composition", *hashes)
@@ -191,7 +197,7 @@ def _load_corpus(corpus: Corpus[Any], config: DataConfig) -> Source:
 
 
 def _to_example(example: Any) -> Example:
-    """An example of a corpus without what training does not need (alignment, boxes of objects)."""
+    """Convert an example of a corpus, dropping what training does not need (alignment, boxes of objects)."""
     if hasattr(example, "source"):
         return Pair(example.source, example.target)
     if isinstance(example, str) or hasattr(example, "text"):
@@ -210,50 +216,21 @@ def _load_files(config: DataConfig, files: SourceFiles, valid_files: SourceFiles
     n_before = sum(map(len, parts))
     if config.deduplicated != "no":
         kept = [first_occurrences(part, config.deduplicated) for part in parts]
-        parts = [_select(part, indices) for part, indices in zip(parts, kept, strict=True)]
+        parts = [select(part, indices) for part, indices in zip(parts, kept, strict=True)]
         n_of_first = None if n_of_first is None else int((kept[0] < n_of_first).sum())
     n_duplicates = n_before - sum(map(len, parts))
     if valid_files is None:
-        train, valid, how = _split_examples(parts[0], config, n_of_first)
+        train, valid, how = split_examples(parts[0], config, n_of_first)
     else:
         (train, valid), how = parts, "files of their own"
     split = Split(how, sha256_of(train), sha256_of(valid))
     return Source(config.source, files.kind, train, valid, split, labels, report, n_duplicates, schema=files.schema)
 
 
-def _select(examples: Sequence[Example], indices: NDArray[np.int64]) -> Sequence[Example]:
-    if isinstance(examples, IdxImages):
-        return IdxImages(examples.images, examples.labels, examples.rows[indices])
-    if isinstance(examples, ExampleFile):
-        return examples.select(indices)
-    return [examples[index] for index in indices.tolist()]
-
-
-def _split_examples(
-    examples: Sequence[Example], config: DataConfig, n_of_first: int | None
-) -> tuple[Sequence[Example], Sequence[Example], str]:
-    """(train, valid, how they were split); of several tables a part of the first is held out."""
-    rows, fraction = config.valid_rows, config.valid_fraction
-    if fraction == 0 and not isinstance(rows, int):
-        return examples, _select(examples, np.zeros(0, dtype=np.int64)), "nothing held out"
-    if isinstance(examples, ExampleFile) and examples.holds_documents and len(examples) == 1:
-        return split_tail(examples, config)
-    mask = np.zeros(len(examples), dtype=np.bool_)
-    mask[:n_of_first] = held_out_mask(
-        examples if n_of_first is None else _select(examples, np.arange(n_of_first)), config
-    )
-    train, valid = (_select(examples, np.flatnonzero(mask == side)) for side in (False, True))
-    what = "pixels" if isinstance(examples, IdxImages) else "source side"
-    what += "" if n_of_first is None else " in the first file"
-    size = f"valid_rows={rows}" if isinstance(rows, int) else f"valid_fraction={fraction:g}"
-    at_most = f"{AT_MOST}{MAX_HELD_OUT_ROWS:,} examples" if rows == "auto" and len(valid) >= MAX_HELD_OUT_ROWS else ""
-    return train, valid, f"by hash of the {what}, {size}, split_seed={config.split_seed}{at_most}"
-
-
 def _examples(
     config: DataConfig, files: SourceFiles, report: ReadReport, labels: tuple[str, ...] | None
 ) -> tuple[Sequence[Example], tuple[str, ...] | None]:
-    """The examples of files, and the classes where they have any."""
+    """The examples of some files, and the names of their classes if they have any."""
     if files.idx is not None:
         images, numbers = files.idx
         report.n_read += len(images)
@@ -267,6 +244,14 @@ def _examples(
     if files.kind in ("chats", "preferences"):
         return _messages(read_rows(files, report, config), files.kind, report, config), None
     rows = _valid_rows(read_rows(files, report, config), report, config)
+    if files.kind == "triplets":
+        return [Triplet(*row.cells) for row in rows], None
+    if files.kind == "questions":
+        questions: list[Example] = []
+        for row in rows:  # the passages are a list in the third cell, or all cells from the third on
+            passages = row.cells[2] if isinstance(row.cells[2], tuple) else row.cells[2:]
+            questions.append(Question(row.cells[0], row.cells[1], passages))
+        return questions, None
     if files.kind in ("text", "pairs"):
         writer, n_of_first = ExampleWriter(2 if files.kind == "pairs" else 1), 0
         for row in rows:
@@ -274,7 +259,7 @@ def _examples(
             n_of_first += row.file is files.paths[0]
         report.n_of_first = n_of_first if files.tables else None
         return writer.finish(), None
-    if files.kind == "captions":  # one example for each image, with all its captions in their order
+    if files.kind == "captions":  # one example per image, with all its captions in order
         captions: dict[Any, list[str]] = {}
         for row, image in _usable_images(rows, files, config, report):
             caption = row.cells[1]
@@ -284,28 +269,36 @@ def _examples(
         return _read_tags(list(rows), report, labels)
     if config.problem_type != "single_label":
         return _read_other_labels(config, files, list(rows), report, labels)
-    labels = labels or files.labels
-    seen = {name: number for number, name in enumerate(labels or ())}  # numbered as they come where none are given
+    return _read_classes(config, files, rows, report, labels or files.labels)
+
+
+def _read_classes(
+    config: DataConfig, files: SourceFiles, rows: Iterable[Row], report: ReadReport, labels: tuple[str, ...] | None
+) -> tuple[Sequence[Example], tuple[str, ...]]:
+    """Examples whose last cell is the name of a class, and the names of all classes."""
+    seen = {name: number for number, name in enumerate(labels or ())}  # without labels, numbered in order of appearance
     rows = _with_known_labels(rows, seen, labels, report)
-    writer, found = ExampleWriter(len(files.schema.columns) - 1 if files.schema is not None else 1), []
+    writer = ExampleWriter(len(files.schema.columns) - 1 if files.schema is not None else 1)
+    images = []
     if files.kind == "labelled":
         for row in rows:
             writer.add(*row.cells[:-1], label=seen[row.cells[-1]])
     else:
-        found = [(image, row.cells[1]) for row, image in _usable_images(rows, files, config, report)]
+        images = [(image, row.cells[1]) for row, image in _usable_images(rows, files, config, report)]
     order = int if all(name.lstrip("-").isdigit() for name in seen) else str
     labels = labels or tuple(sorted(seen, key=order))
     number = {name: index for index, name in enumerate(labels)}
     if files.kind == "labelled":
         return writer.finish([number[name] for name in seen]), labels
-    return [ImageExample(image, label=number[name]) for image, name in found], labels
+    return [ImageExample(image, label=number[name]) for image, name in images], labels
 
 
 def _messages(rows: Iterable[Row], kind: Kind, report: ReadReport, config: DataConfig) -> list[Example]:
-    """Chats or preferences. An instruction may come without an input, which then is an empty cell."""
+    """Chats or preferences. In a chat, empty cells are dropped: the input of an instruction may be missing."""
     examples: list[Example] = []
-    whole = (replace(x, cells=tuple(cell for cell in x.cells if cell != "")) if kind == "chats" else x for x in rows)
-    for row in _valid_rows(whole, report, config):
+    if kind == "chats":
+        rows = (replace(row, cells=tuple(cell for cell in row.cells if cell != "")) for row in rows)
+    for row in _valid_rows(rows, report, config):
         try:
             examples.append(chat_of(row.cells) if kind == "chats" else preference_of(row.cells))
         except ValueError as error:
@@ -314,7 +307,7 @@ def _messages(rows: Iterable[Row], kind: Kind, report: ReadReport, config: DataC
 
 
 def _documents(files: SourceFiles, report: ReadReport, config: DataConfig) -> ExampleFile:
-    """The documents of text files, written down line by line: one may be larger than memory."""
+    """The documents of text files, copied line by line, because one may be larger than memory."""
     writer = ExampleWriter()
     for path in files.paths:
         for line in read_documents(path, report, config):
@@ -328,20 +321,20 @@ def _documents(files: SourceFiles, report: ReadReport, config: DataConfig) -> Ex
 def _read_other_labels(
     config: DataConfig, files: SourceFiles, rows: list[Row], report: ReadReport, labels: tuple[str, ...] | None
 ) -> tuple[list[Example], tuple[str, ...] | None]:
-    """Examples with several labels or a number in their last cell, and the names of all labels."""
+    """Examples whose last cell holds several labels or a number, and the names of all labels."""
     if config.problem_type == "regression":
-        numbered, labels = _read_numbers(rows, report), None
+        labelled, labels = _read_numbers(rows, report), None
     else:
-        numbered, labels = _read_label_sets(rows, report, labels or files.labels)
+        labelled, labels = _read_label_sets(rows, report, labels or files.labels)
     if files.kind == "labelled":
-        return [Labelled(row.cells[0], label, *row.cells[1:-1]) for row, label in numbered], labels
-    label_of = {id(row): label for row, label in numbered}
-    usable = _usable_images([row for row, _ in numbered], files, config, report)
+        return [Labelled(row.cells[0], label, *row.cells[1:-1]) for row, label in labelled], labels
+    label_of = {id(row): label for row, label in labelled}
+    usable = _usable_images([row for row, _ in labelled], files, config, report)
     return [ImageExample(image, label=label_of[id(row)]) for row, image in usable], labels
 
 
 def _read_numbers(rows: Iterable[Row], report: ReadReport) -> list[tuple[Row, Label]]:
-    """Rows with the number in their last cell."""
+    """(row, the number in its last cell); rows without a finite number are bad lines."""
     numbered: list[tuple[Row, Label]] = []
     for row in rows:
         try:
@@ -358,14 +351,17 @@ def _read_numbers(rows: Iterable[Row], report: ReadReport) -> list[tuple[Row, La
 def _read_label_sets(
     rows: list[Row], report: ReadReport, labels: tuple[str, ...] | None
 ) -> tuple[list[tuple[Row, Label]], tuple[str, ...]]:
-    """Rows with the numbers of the labels in their last cell, and the names of all labels."""
+    """(row, indices of the labels in its last cell) for each row, and the names of all labels."""
     names_of = [_split_labels(row.cells[-1]) for row in rows]
     labels = labels or tuple(sorted({name for names in names_of for name in names}))
-    number, known = {name: index for index, name in enumerate(labels)}, list[tuple[Row, Label]]()
+    number = {name: index for index, name in enumerate(labels)}
+    known: list[tuple[Row, Label]] = []
     for row, names in zip(rows, names_of, strict=True):
         unknown = [name for name in names if name not in number]
         if unknown:
-            report.add_bad(row.file, row.line, "unknown label", f"{unknown[0]!r} is none of {', '.join(labels[:20])}")
+            report.add_bad(
+                row.file, row.line, "unknown label", f"{unknown[0]!r} is not one of {', '.join(labels[:20])}"
+            )
         else:
             known.append((row, tuple(sorted({number[name] for name in names}))))
     return known, labels
@@ -374,23 +370,26 @@ def _read_label_sets(
 def _read_tags(
     rows: list[Row], report: ReadReport, labels: tuple[str, ...] | None
 ) -> tuple[list[Example], tuple[str, ...]]:
-    """Sentences with the number of each word's tag, and the names of all tags, O first."""
+    """Sentences with the index of each word's tag, and the names of all tags, O first."""
     labels = labels or tuple(sorted({tag for row in rows for tag in row.cells[1]}, key=lambda tag: (tag != "O", tag)))
-    number, sentences = {name: index for index, name in enumerate(labels)}, list[Example]()
+    number = {name: index for index, name in enumerate(labels)}
+    sentences: list[Example] = []
     for row in rows:
         words, tags = row.cells
         unknown = [tag for tag in tags if tag not in number]
         if unknown:
-            report.add_bad(row.file, row.line, "unknown label", f"{unknown[0]!r} is none of {', '.join(labels[:20])}")
+            report.add_bad(
+                row.file, row.line, "unknown label", f"{unknown[0]!r} is not one of {', '.join(labels[:20])}"
+            )
         elif len(words) != len(tags):
-            report.add_bad(row.file, row.line, "not a tag for every word", f"{len(words)} words, {len(tags)} tags")
+            report.add_bad(row.file, row.line, "not one tag per word", f"{len(words)} words, {len(tags)} tags")
         else:
             sentences.append(Tagged(words, tuple(number[tag] for tag in tags)))
     return sentences, labels
 
 
 def _split_labels(cell: str | tuple[str, ...]) -> tuple[str, ...]:
-    """``a;b`` or ``a|b`` or ``a,b``, or a list of JSON; an empty cell has no label."""
+    """The labels in a cell ``a;b``, ``a|b`` or ``a,b``, or in a JSON list; an empty cell has no labels."""
     parts = re.split("[;|,]", cell) if isinstance(cell, str) else cell
     return tuple(part.strip() for part in parts if part.strip())
 
@@ -398,25 +397,25 @@ def _split_labels(cell: str | tuple[str, ...]) -> tuple[str, ...]:
 def _with_known_labels(
     rows: Iterable[Row], seen: dict[str, int], labels: tuple[str, ...] | None, report: ReadReport
 ) -> Iterator[Row]:
-    """Rows whose label is one of ``labels``; without those, all rows, and ``seen`` numbers their labels."""
+    """The rows whose label is one of ``labels``. Without ``labels``, all rows; ``seen`` then numbers new labels."""
     for row in rows:
         name = row.cells[-1]
         if isinstance(name, tuple):
-            raise ValueError(f"{row.file} has lists of labels; data.problem_type=multi_label learns them")
+            raise ValueError(f"{row.file} has lists of labels; use data.problem_type=multi_label for them")
         if name not in seen and labels:
-            report.add_bad(row.file, row.line, "unknown label", f"{name!r} is none of {', '.join(labels[:20])}")
+            report.add_bad(row.file, row.line, "unknown label", f"{name!r} is not one of {', '.join(labels[:20])}")
             continue
         if seen.setdefault(name, len(seen)) >= _MAX_LABELS and not labels:
-            hint = "data.problem_type=regression learns numbers"
             raise ValueError(
-                f"the label column has over {_MAX_LABELS:,} different values, so it is not one of labels; {hint}"
+                f"the label column has over {_MAX_LABELS:,} different values, too many for classes; "
+                "use data.problem_type=regression to predict numbers"
             )
         yield row
 
 
 def _valid_rows(rows: Iterable[Row], report: ReadReport, config: DataConfig) -> Iterator[Row]:
-    """Rows whose every cell is usable text."""
-    last = -1 if config.problem_type == "multi_label" else None  # no label at all is one of the answers
+    """The rows without a faulty cell, in NFC unless ``config.normalise`` is "none"."""
+    last = -1 if config.problem_type == "multi_label" else None  # an empty set of labels is valid
     for row in rows:
         faults = [_cell_fault(cell, config) for cell in row.cells[:last]]
         if any(faults):
@@ -431,7 +430,8 @@ def _valid_rows(rows: Iterable[Row], report: ReadReport, config: DataConfig) -> 
 
 
 def _cell_fault(cell: Any, config: DataConfig) -> str | None:
-    """What is wrong with a cell: JSON can write half a character, and quoted CSV a very long text."""
+    """What is wrong with a cell, or None. JSON can escape half of a surrogate pair; an unclosed CSV quote gives a very
+    long text."""
     for text in _texts_in(cell):
         if not text.strip():
             return "empty"
@@ -443,7 +443,7 @@ def _cell_fault(cell: Any, config: DataConfig) -> str | None:
 
 
 def _texts_in(cell: Any) -> Iterator[str]:
-    """The texts of a cell: itself, several captions, or messages."""
+    """The texts of a cell: a single one, several captions, or those of messages."""
     if isinstance(cell, tuple):
         for part in cell:
             yield from _texts_in(part)
@@ -461,6 +461,7 @@ def _normalise(cell: Any, config: DataConfig) -> Any:
 def _usable_images(
     rows: Iterable[Row], files: SourceFiles, config: DataConfig, report: ReadReport
 ) -> Iterator[tuple[Row, Any]]:
+    """(row, image) of all rows whose image can be read; each file is checked once."""
     faults: dict[str, str | None] = {}
     root = files.images.resolve() if files.images is not None else None
     for row in rows:

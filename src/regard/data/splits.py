@@ -1,4 +1,4 @@
-"""Train and validation splits by a hash of the source side, so that all its targets go to one side."""
+"""Train and validation splits by a hash of the source side, so that all targets of a source go to the same side."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from numpy.typing import NDArray
 
 from ..config import DataConfig
 from .example_files import ExampleFile, document_parts
-from .examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Tagged, Text, key_of
+from .examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Question, Tagged, Text, Triplet, key_of
 from .hashing import bits, stable_key, stable_keys
+from .images import IdxImages
 
-# What valid_rows="auto" holds out at most: of rows, and of a single text.
+# The most that valid_rows="auto" holds out, of many examples and of a single document.
 MAX_HELD_OUT_ROWS, MAX_HELD_OUT_CHARACTERS = 5_000, 5_000_000
 AT_MOST = ", at most "
 
 
 @dataclass(frozen=True)
 class Split:
-    """How examples were held out, and a hash to recognise them by."""
+    """How examples were held out, and hashes that identify both sides."""
 
     how: str
     train_sha256: str
@@ -36,11 +37,11 @@ class Split:
 
 
 def held_out_mask(examples: Sequence[Example], options: DataConfig) -> NDArray[np.bool_]:
-    """(n,) True for the examples held out: those whose source side has a hash below valid_fraction · 2⁶⁴.
+    """(n,) True for the held-out examples: those whose source side has a hash below valid_fraction · 2⁶⁴.
 
-    With valid_rows, source sides are taken by rising hash until there are that many examples; where the last one has
-    several targets, a few more. "auto" does so where the share would be more than MAX_HELD_OUT_ROWS. Where source sides
-    are so few that none would be held out, the one with the smallest hash is, unless it is the only one.
+    With valid_rows=n, the n examples with the smallest hashes are held out, and all others that share a source side
+    with the last of them. "auto" holds out valid_fraction but at most MAX_HELD_OUT_ROWS in this way. If no hash is
+    below the threshold, the source side with the smallest hash is held out, unless it is the only one.
     """
     keys = stable_keys(("split", options.split_seed), map(key_of, examples))
     hashes = np.fromiter(keys, dtype=np.uint64, count=len(examples))
@@ -58,15 +59,44 @@ def held_out_mask(examples: Sequence[Example], options: DataConfig) -> NDArray[n
     return hashes <= threshold
 
 
+def select(examples: Sequence[Example], indices: NDArray[np.int64]) -> Sequence[Example]:
+    """The examples at ``indices``, in that order; of an ExampleFile or IdxImages without reading them."""
+    if isinstance(examples, IdxImages):
+        return IdxImages(examples.images, examples.labels, examples.rows[indices])
+    if isinstance(examples, ExampleFile):
+        return examples.select(indices)
+    return [examples[index] for index in indices.tolist()]
+
+
+def split_examples(
+    examples: Sequence[Example], config: DataConfig, n_of_first: int | None
+) -> tuple[Sequence[Example], Sequence[Example], str]:
+    """(train, valid, how they were split). ``n_of_first``: hold out only examples of the first of several tables."""
+    rows, fraction = config.valid_rows, config.valid_fraction
+    if fraction == 0 and not isinstance(rows, int):
+        return examples, select(examples, np.zeros(0, dtype=np.int64)), "nothing held out"
+    if isinstance(examples, ExampleFile) and examples.holds_documents and len(examples) == 1:
+        return split_tail(examples, config)
+    mask = np.zeros(len(examples), dtype=np.bool_)
+    candidates = examples if n_of_first is None else select(examples, np.arange(n_of_first))
+    mask[:n_of_first] = held_out_mask(candidates, config)
+    train, valid = (select(examples, np.flatnonzero(mask == side)) for side in (False, True))
+    hashed = "pixels" if isinstance(examples, IdxImages) else "source side"
+    hashed += "" if n_of_first is None else " in the first file"
+    size = f"valid_rows={rows}" if isinstance(rows, int) else f"valid_fraction={fraction:g}"
+    at_most = f"{AT_MOST}{MAX_HELD_OUT_ROWS:,} examples" if rows == "auto" and len(valid) >= MAX_HELD_OUT_ROWS else ""
+    return train, valid, f"by hash of the {hashed}, {size}, split_seed={config.split_seed}{at_most}"
+
+
 def held_out_note(split: Split) -> str | None:
-    """What to say where valid_rows="auto" holds out less than the share."""
+    """The message to print if valid_rows="auto" held out less than valid_fraction; else None."""
     return f"held out: {split.how}; data.valid_rows=… sets another number" if AT_MOST in split.how else None
 
 
 def stratified_sample(examples: Sequence[Example], n: int, seed: int) -> list[int]:
-    """Indices of n examples, classes and lengths in the shares they have in all of them; in order.
+    """Sorted indices of n examples with classes and lengths in the same proportions as in all of them.
 
-    Every len / n-th of the examples sorted by class or length, those alike by a hash (systematic sampling).
+    Systematic sampling: every (len / n)-th example in the order of class or length, with ties broken by a hash.
     """
     if n >= len(examples):
         return list(range(len(examples)))
@@ -76,11 +106,13 @@ def stratified_sample(examples: Sequence[Example], n: int, seed: int) -> list[in
 
 
 def _stratum(example: Example) -> float:
-    """The class of an example, the first of several, or its number; of one without, the length of its source side."""
+    """The label of an example, or the first of several; without a label, the length of its source side."""
     match example:
         case Labelled(label=label) | ImageExample(label=int() | float() | tuple() as label):
-            return label if not isinstance(label, tuple) else label[0] if label else -1
-        case Pair(source=text) | Text(text=text) | Tagged(text=text):
+            if isinstance(label, tuple):
+                return label[0] if label else -1
+            return label
+        case Pair(source=text) | Text(text=text) | Tagged(text=text) | Triplet(anchor=text) | Question(question=text):
             return len(text)
         case Chat() | Preference():
             return sum(len(content) for _, content in example.prompt)
@@ -88,28 +120,30 @@ def _stratum(example: Example) -> float:
 
 
 def split_tail(document: ExampleFile, options: DataConfig) -> tuple[ExampleFile, ExampleFile, str]:
-    """The beginning and the end of one long document, which has no parts to hash, and what of it is held out."""
-    n, fraction = document.n_characters(0), options.valid_fraction
-    cut, how = int(n * (1 - fraction) + 1e-9), f"the last {fraction:g} of the text"
+    """Hold out the end of a single document, which has no parts to hash: (beginning, end, how it was split)."""
+    n = document.n_characters(0)
+    cut = int(n * (1 - options.valid_fraction) + 1e-9)
+    how = f"the last {options.valid_fraction:g} of the text"
     if options.valid_rows == "auto" and n - cut > MAX_HELD_OUT_CHARACTERS:
-        cut, how = n - MAX_HELD_OUT_CHARACTERS, f"{how}{AT_MOST}{MAX_HELD_OUT_CHARACTERS:,} characters"
+        cut = n - MAX_HELD_OUT_CHARACTERS
+        how += f"{AT_MOST}{MAX_HELD_OUT_CHARACTERS:,} characters"
     return *document.split_document(0, cut), how
 
 
 def first_occurrences(examples: Sequence[Example], how: str) -> NDArray[np.int64]:
-    """Indices of the examples that repeat no earlier one; with how="source", no earlier source side."""
-    keys = np.zeros((len(examples), 2), dtype=np.uint64)  # of 128 bits: a set of Python's would take ten times as much
+    """Indices of the examples that do not repeat an earlier one or, with how="source", an earlier source side."""
+    keys = np.zeros((len(examples), 2), dtype=np.uint64)  # 128 bits each, a tenth of the memory of a Python set
     for index, example in enumerate(examples):
         source, whole = content_keys(example)
         keys[index] = np.frombuffer(source if how == "source" else whole, dtype=np.uint64, count=2)
-    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of those alike comes first
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: the first of several equal keys stays first
     repeats = np.zeros(len(keys), dtype=bool)
     repeats[order[1:]] = np.all(keys[order[1:]] == keys[order[:-1]], axis=1)
     return np.flatnonzero(~repeats)
 
 
 def content_keys(example: Example) -> tuple[bytes, bytes]:
-    """Hashes of the source side and of the whole example; of an image, of its content, whatever its file is called."""
+    """Hashes of the source side and of the whole example; an image is hashed by content, not by file name."""
     content = _source_bytes(example)
     if isinstance(example, ImageExample) and isinstance(example.image, Path):
         content = example.image.read_bytes()
@@ -120,10 +154,10 @@ def content_keys(example: Example) -> tuple[bytes, bytes]:
 
 
 def sha256_of(examples: Sequence[Example]) -> str:
-    """A hash of examples in their order; of images in files, their names and sizes."""
+    """A hash of the examples in their order. Image files are represented by their names and sizes."""
     digest = hashlib.sha256()
     if len(examples) and isinstance(examples, ExampleFile) and examples.holds_documents:
-        is_first = True  # each as ["text"], a part at a time
+        is_first = True  # each document as ["text"], one part at a time
         for part, is_last in document_parts(examples):
             text = _quote(part)[1:-1].encode("utf-8", "surrogatepass")
             digest.update(b'["' * is_first + text + b'"]\n' * is_last)
@@ -141,7 +175,7 @@ def _source_bytes(example: Example) -> bytes:
 
 def _serialise(example: Example) -> bytes:
     match example:
-        case Pair(source, target):  # as json.dumps writes them, several times as fast
+        case Pair(source, target):  # the output of json.dumps, several times as fast
             return f"[{_quote(source)}, {_quote(target)}]".encode("utf-8", "surrogatepass")
         case Text(text):
             return f"[{_quote(text)}]".encode("utf-8", "surrogatepass")
@@ -153,8 +187,8 @@ def _serialise(example: Example) -> bytes:
             fields = [words, tags]
         case Chat(messages):
             fields = [messages]
-        case Preference(prompt, chosen, rejected):
-            fields = [prompt, chosen, rejected]
+        case Preference(first, second, third) | Triplet(first, second, third) | Question(first, second, third):
+            fields = [first, second, third]
         case ImageExample(image=Path() as path, captions=captions, label=label):
             fields = [path.name, path.stat().st_size, captions, label]
         case _:

@@ -1,9 +1,9 @@
-"""Readers of text files: one for each way examples are written down, each a stream of rows with their line numbers.
+"""Readers of text files, one per format, each a stream of rows with their line numbers.
 
-Tables (TSV, CSV, JSONL) give the chosen columns; parallel files a line of each; captions come as JSON or as a table.
-UTF-8, UTF-16 or CP949, told by a byte order mark or by the content; lines end in \\n or \\r\\n; .gz is unpacked while
-reading; memory is one line.
-No line, however long or broken, stops the reader: it is recorded in the report.
+Tables (TSV, CSV, JSONL) yield the chosen columns, parallel files one line of each file, caption files an image and a
+text. Files are UTF-8, UTF-16 or CP949, detected by a byte order mark or the content; lines end in \\n or \\r\\n; .gz is
+decompressed while reading, and only one line is in memory at a time. A line that is too long or broken does not stop
+the reader: it is recorded in the report.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .examples import ReadReport
 _BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _MAX_JSON_BYTES = 1 << 30
-_SAMPLE_BYTES = 1 << 20  # of which the encoding is told
-_BINARY = {  # how files begin that are often given by mistake
+_SAMPLE_BYTES = 1 << 20  # bytes from which the encoding is detected
+_BINARY = {  # first bytes of files that are often passed by mistake
     b"\x89PNG": "a PNG image",
     b"\xff\xd8\xff": "a JPEG image",
     b"GIF8": "a GIF image",
@@ -41,37 +41,35 @@ _BINARY = {  # how files begin that are often given by mistake
     b"\x1f\x8b": "gzip, which must be named .gz",
     b"PAR1": "a Parquet table",
 }
-_LISTS_LAST = ("labelled", "captions", "images")  # kinds whose last column may hold several texts
+_LISTS_LAST = ("labelled", "captions", "images", "questions")  # kinds whose last column may hold several texts
 _HANGUL = range(0xAC00, 0xD7A4)
 
 
 def suffix_of(path: Path) -> str:
-    """``.tsv`` of pairs.tsv and of pairs.tsv.gz."""
+    """``.tsv`` for pairs.tsv and for pairs.tsv.gz."""
     return Path(path.stem).suffix.lower() if path.suffix == ".gz" else path.suffix.lower()
 
 
 def stem_of(path: Path) -> str:
-    """``train`` of train.tsv and of train.tsv.gz."""
+    """``train`` for train.tsv and for train.tsv.gz."""
     return path.name.removesuffix(".gz").rsplit(".", 1)[0]
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where it is .gz; what cannot be read is a BadData."""
+    """Open a file for reading bytes, decompressing .gz; errors while it is read become BadData."""
     try:
         with cast(IO[bytes], gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")) as file:
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise BadData(f"{path} is not a whole gzip file: {error}") from None
+        raise BadData(f"{path} is not a complete gzip file: {error}") from None
     except OSError as error:
         raise BadData(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def detect_encoding(path: Path) -> str:
-    """``utf-8``, ``utf-16`` by its byte order mark, or ``cp949``: no UTF-8, and mostly Hangul when read as CP949.
-
-    What is none of these is called UTF-8, so that its bad lines are named one by one.
-    """
+    """``utf-16`` if there is a byte order mark, ``cp949`` if invalid as UTF-8 but mostly Hangul as CP949, else
+    ``utf-8``, so that the lines of any other encoding are reported one by one."""
     with open_bytes(path) as file:
         raw = file.read(_SAMPLE_BYTES)
     if raw.startswith(_UTF16_BOMS):
@@ -89,7 +87,7 @@ def detect_encoding(path: Path) -> str:
 
 
 class _Utf8Lines:
-    """A file of another encoding, line by line as UTF-8."""
+    """A file in another encoding that is read line by line as UTF-8."""
 
     def __init__(self, file: IO[bytes], path: Path, encoding: str) -> None:
         self.text = io.TextIOWrapper(file, encoding=encoding, newline="\n")
@@ -100,13 +98,13 @@ class _Utf8Lines:
             return self.text.readline(size).encode("utf-8", "surrogatepass")
         except UnicodeError as error:
             raise BadData(
-                f"{self.path} is not {self.encoding.upper()} text: {error}; encoding=… names another"
+                f"{self.path} is not {self.encoding.upper()} text: {error}; encoding=… sets another encoding"
             ) from None
 
 
 @contextmanager
 def open_utf8(path: Path, encoding: str, report: ReadReport | None = None) -> Iterator[IO[bytes] | _Utf8Lines]:
-    """The lines of a file as UTF-8; ``auto`` detects its encoding, which the report notes where it is another."""
+    """Open a file for reading lines as UTF-8. ``auto`` detects the encoding; the report records it unless UTF-8."""
     with open_bytes(path) as file:
         raw = file.read(8)
     if (kind := next((kind for magic, kind in _BINARY.items() if raw.startswith(magic)), None)) is not None:
@@ -124,9 +122,9 @@ def open_utf8(path: Path, encoding: str, report: ReadReport | None = None) -> It
 def read_lines(
     path: Path, report: ReadReport, options: DataConfig, *, ends: bool = False, max_chars: int | None = None
 ) -> Iterator[tuple[int, str | None]]:
-    """(number from 1, line); None for a line recorded as bad, so that parallel files stay side by side.
+    """(number from 1, line); the line is None if it was recorded as bad, which keeps parallel files aligned.
 
-    ``ends`` keeps the end of a line, as one \\n; ``max_chars`` overrides that of the options.
+    ``ends`` keeps the end of each line as \\n; ``max_chars`` overrides the one in ``options``.
     """
     max_chars = max_chars or options.max_chars
     max_bytes = 4 * max_chars + 8  # a character has at most four bytes
@@ -137,16 +135,19 @@ def read_lines(
             raw = raw.removeprefix(_BOM) if number == 1 else raw
             size, ended, rest = len(raw), raw.endswith(b"\n"), raw
             while rest and not rest.endswith(b"\n") and size >= max_bytes - len(_BOM):
-                rest = file.readline(1 << 20)  # of a line too long to hold
+                rest = file.readline(1 << 20)  # skip the rest of a line that is too long to keep
                 size += len(rest)
             line = _decode_line(raw, size, max_chars, path, number, report, options.normalise)
-            yield number, line + "\n" if ends and ended and line is not None else line
+            if line is not None and ends and ended:
+                line += "\n"
+            yield number, line
 
 
 def _decode_line(
     raw: bytes, size: int, max_chars: int, path: Path, number: int, report: ReadReport, normalise: str
 ) -> str | None:
-    """The text of a line of ``size`` bytes, of which ``raw`` are the first; None where it is recorded as bad."""
+    """Decode a line of ``size`` bytes that begins with ``raw``; a bad line is recorded in the report, and the result is
+    None."""
     text, fault = "", None
     content = raw.removesuffix(b"\n").removesuffix(b"\r")
     try:
@@ -169,7 +170,7 @@ def _decode_line(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cells of the chosen columns, with their file and line."""
+    """The cells of the chosen columns, with the file and the line they come from."""
 
     file: Path
     line: int
@@ -178,14 +179,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Schema:
-    """Which columns of a table to take and what they are."""
+    """The chosen columns of a table and the kind of example they make."""
 
     kind: Kind
     columns: tuple[str | int, ...]
     header: bool = False
-    width: int | None = None  # columns that every line must have; None: enough for the chosen ones
-    names: tuple[str, ...] = ()  # of all columns, where the table has a header that says nothing about the kind
-    guessed: bool = False  # whether the kind was told from the content alone
+    width: int | None = None  # number of columns every line must have; None: enough for the chosen ones
+    names: tuple[str, ...] = ()  # names of all columns, if the table has a header
+    guessed: bool = False  # whether the kind was inferred from the content alone
 
 
 def read_table(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
@@ -196,7 +197,8 @@ def read_table(path: Path, form: str, schema: Schema, report: ReadReport, option
         names = [name.strip() for name in next(records, (0, None))[1] or []]
         report.n_read -= 1
         for column in schema.columns:
-            if column >= len(names) if isinstance(column, int) else column not in names:
+            missing = column >= len(names) if isinstance(column, int) else column not in names
+            if missing:
                 raise ValueError(f"columns has {column!r}, but {path} has the columns {', '.join(names)}")
         indices, width = [x if isinstance(x, int) else names.index(x) for x in schema.columns], len(names)
     elif len(indices) < len(schema.columns):
@@ -205,8 +207,8 @@ def read_table(path: Path, form: str, schema: Schema, report: ReadReport, option
         if cells is None:
             continue
         if (width is not None and len(cells) != width) or len(cells) <= max(indices):
-            need = max(indices) + 1 if width is None else width
-            report.add_bad(path, number, "wrong column count", f"{len(cells)} instead of {need}")
+            expected = max(indices) + 1 if width is None else width
+            report.add_bad(path, number, "wrong column count", f"{len(cells)} instead of {expected}")
             continue
         yield Row(path, number, tuple(cells[index].strip() for index in indices))
 
@@ -214,10 +216,10 @@ def read_table(path: Path, form: str, schema: Schema, report: ReadReport, option
 def table_records(
     path: Path, form: str, report: ReadReport, options: DataConfig
 ) -> Iterator[tuple[int, list[str] | None]]:
-    """All cells of each record and its line number; None for one recorded as bad.
+    """(line number, all cells) of each record; the cells are None if it was recorded as bad.
 
-    TSV has tabs between cells, and nothing is quoted or escaped. CSV has commas, or semicolons where the first line has
-    more of them; quoted cells may hold line ends.
+    TSV separates cells by tabs, without quoting or escapes. CSV separates them by commas, or by semicolons if the first
+    line has more of those; quoted cells may contain newlines.
     """
     if form == "csv":
         yield from _csv_records(path, report, options)
@@ -227,14 +229,14 @@ def table_records(
 
 
 def csv_delimiter(path: Path, encoding: str) -> str:
-    """A semicolon where the first line has more of them than commas."""
+    """A semicolon if the first line has more of them than commas, else a comma."""
     with open_utf8(path, encoding) as file:
         first = file.readline(65536)
     return ";" if first.count(b";") > first.count(b",") else ","
 
 
 def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
-    numbers: list[int] = []  # of the lines of the current record
+    numbers: list[int] = []  # line numbers of the current record
 
     def lines() -> Iterator[str]:
         for number, line in read_lines(path, report, options, ends=True):
@@ -257,14 +259,14 @@ def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterato
 
 
 def read_json_rows(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """The chosen columns of JSON objects; a column is a key, or keys with dots between them."""
+    """The chosen columns of JSON objects; a column is a key, or keys joined by dots."""
     for number, record in json_records(path, form, report, options):
         if (cells := cells_of(record, schema, path, number, report)) is not None:
             yield Row(path, number, cells)
 
 
 def json_records(path: Path, form: str, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, Any]]:
-    """One JSON value a line (jsonl), or those of one list (json), with their numbers."""
+    """(number, JSON value) for each line (jsonl) or for each element of a list (json)."""
     if form == "json":
         for number, record in enumerate(_json_list(path), start=1):
             report.n_read += 1
@@ -282,17 +284,19 @@ def json_records(path: Path, form: str, report: ReadReport, options: DataConfig)
 def _json_list(path: Path) -> list[Any]:
     content = _read_json(path)
     if not isinstance(content, list):
-        raise BadData(f"{path} holds {type(content).__name__}; a list of objects is needed")
+        raise BadData(f"{path} holds a JSON {type(content).__name__}; a list of objects is needed")
     return content
 
 
 def _read_json(path: Path) -> Any:
-    """One document, which is held whole; what is packed may unpack to a hundred times its size, not a thousand."""
+    """Parse a JSON document, which must fit in memory. A .gz file may expand to about 100 times its size at most."""
     with open_bytes(path) as file:
-        most = min(_MAX_JSON_BYTES, 100 * path.stat().st_size + (1 << 24)) if path.suffix == ".gz" else _MAX_JSON_BYTES
-        if len(raw := file.read(most + 1)) > most:
-            hint = "write one object a line (.jsonl), which is read line by line"
-            raise BadData(f"{path} holds more than {most >> 20:,} MB of JSON; {hint}")
+        limit = _MAX_JSON_BYTES
+        if path.suffix == ".gz":
+            limit = min(limit, 100 * path.stat().st_size + (1 << 24))
+        if len(raw := file.read(limit + 1)) > limit:
+            hint = "a .jsonl file, with one object per line, may be larger"
+            raise BadData(f"{path} holds more than {limit >> 20:,} MB of JSON; {hint}")
         try:
             return json.loads(raw.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
@@ -300,7 +304,7 @@ def _read_json(path: Path) -> Any:
 
 
 def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadReport) -> tuple[Any, ...] | None:
-    """The columns of a record; None where one is missing or no text, which is recorded as bad."""
+    """The chosen columns of a record; None, and recorded as bad, if one is missing or is not a text."""
     cells: list[Any] = []
     for column in schema.columns:
         value = record
@@ -314,29 +318,33 @@ def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadR
         if schema.kind in ("chats", "preferences") and (messages := read_messages(value)) is not None:
             cells.append(messages)
             continue
-        is_list_wanted = schema.kind == "tagged" or (
-            schema.kind in _LISTS_LAST and len(cells) == len(schema.columns) - 1
-        )
-        many = is_list_wanted and isinstance(value, list) and all(isinstance(x, str | int) for x in value)
-        if isinstance(value, dict | list) and not many:
+        is_last = len(cells) == len(schema.columns) - 1
+        may_be_list = schema.kind == "tagged" or (schema.kind in _LISTS_LAST and is_last)
+        if isinstance(value, str):
+            cells.append(value.strip())
+        elif may_be_list and isinstance(value, list) and all(isinstance(x, str | int) for x in value):
+            cells.append(tuple(map(str, value)))
+        elif isinstance(value, dict | list):
             report.add_bad(path, number, "not a text", f"{column!r} is {type(value).__name__}")
             return None
-        cells.append(value.strip() if isinstance(value, str) else tuple(map(str, value)) if many else value)
+        else:  # an image of a Hugging Face dataset
+            cells.append(value)
     return tuple(cells)
 
 
 def read_conll(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """A word a line with its tag, sentences separated by blank lines: (words, tags).
+    """(words, tags) of each sentence: one word with its tag per line, sentences separated by blank lines.
 
-    Columns are separated by tabs or spaces; the first is the word, the last the tag, or what ``columns`` says. In
-    .conllu (Universal Dependencies) they are FORM and UPOS, without comments, ranges and empty nodes.
+    Columns are separated by tabs or spaces. The first is the word and the last the tag, unless ``options.columns`` says
+    otherwise. In .conllu (Universal Dependencies) they are FORM and UPOS; comments, ranges and empty nodes are skipped.
     """
     is_conllu = suffix_of(path) == ".conllu"
     columns = [column for column in options.columns or ((1, 3) if is_conllu else (0, -1)) if isinstance(column, int)]
     if len(columns) != 2:
         hint = "say which two hold words and tags: columns=0,3"
         raise ValueError(f"columns={options.columns}: the columns of {path} have no names; {hint}")
-    first, pairs = 0, list[tuple[str, str]]()
+    first = 0  # line of the sentence's first word
+    pairs: list[tuple[str, str]] = []
     for number, line in chain(read_lines(path, report, options), ((0, ""),)):
         cells = (line or "").split("\t" if "\t" in (line or "") else None)
         if not cells or cells[0] == "-DOCSTART-":
@@ -354,7 +362,7 @@ def read_conll(path: Path, report: ReadReport, options: DataConfig) -> Iterator[
 
 
 def read_parallel(paths: Sequence[Path], report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """Line i of one file belongs to line i of the other, so files of different lengths are refused in any case."""
+    """(source, target) from the same line of two files; BadData if they have different numbers of lines."""
     source, target = paths
     n_source = n_target = 0
     lines = (read_lines(path, report, options) for path in (source, target))
@@ -364,17 +372,18 @@ def read_parallel(paths: Sequence[Path], report: ReadReport, options: DataConfig
             yield Row(source, left[0], (left[1].strip(), right[1].strip()))
     if n_source != n_target:
         raise BadData(f"{source} has {n_source:,} lines and {target} has {n_target:,}, so they are not parallel")
-    report.n_read -= n_target  # a pair of lines is one
+    report.n_read -= n_target  # a pair of lines counts once
 
 
 def read_documents(path: Path, report: ReadReport, options: DataConfig) -> Iterator[str | None]:
-    """The lines of a file's documents, and None after the last one of each; spaces stay as they are.
+    """The lines of a file's documents, with None after the last line of each; whitespace is preserved.
 
-    A file is one document, or has one a line, or one for each stretch without a blank line. Blank ones are left out.
+    By ``options.documents``, the whole file is a document, each line is one, or blank lines separate them. Blank
+    documents are left out.
     """
     by_line = options.documents == "line"
     max_chars = options.max_chars if by_line else 100 * options.max_chars  # many documents are a single long line
-    blank_before: list[str] = []  # of a document that may still be all blank
+    blank_before: list[str] = []  # leading blank lines of a document that may turn out to be all blank
     is_open = False
     for _, line in read_lines(path, report, options, ends=True, max_chars=max_chars):
         if line is None:
@@ -398,12 +407,12 @@ def read_documents(path: Path, report: ReadReport, options: DataConfig) -> Itera
 
 
 def read_caption_json(path: Path, report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """``{image: caption(s)}``, a list of ``{"image", "caption(s)"}``, or COCO's images and annotations."""
+    """(image, caption) from ``{image: caption(s)}``, a list of ``{"image", "caption(s)"}``, or COCO's JSON."""
     for number, (image, captions) in enumerate(_caption_items(path, _read_json(path)), start=1):
         report.n_read += 1
         texts = [captions] if isinstance(captions, str) else captions
         if not isinstance(image, str) or not isinstance(texts, list) or not all(isinstance(x, str) for x in texts):
-            report.add_bad(path, number, "no image with its captions", f"entry {number}")
+            report.add_bad(path, number, "not an image with captions", f"entry {number}")
             continue
         yield from (Row(path, number, (image, text.strip())) for text in texts)
 
@@ -427,4 +436,4 @@ def _caption_items(path: Path, content: Any) -> list[tuple[Any, Any]]:
         case list():
             records = [item if isinstance(item, dict) else {} for item in content]
             return [(x.get("image", x.get("file_name")), x.get("captions", x.get("caption"))) for x in records]
-    raise BadData(f"{path} holds {type(content).__name__}; images with captions are an object or a list")
+    raise BadData(f"{path} holds a JSON {type(content).__name__}; images with captions are an object or a list")

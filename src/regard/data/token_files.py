@@ -1,6 +1,7 @@
-"""Token ids on disk, mapped into memory: the ids, where documents start, and a header that says what they are.
+"""Memory-mapped token files: the ids of all documents, the start of each document, and a header.
 
-``NAME.bin`` is plain uint16 or uint32 (as nanoGPT's), ``NAME.starts.bin`` int64; ``NAME.json``, the header, comes last.
+``NAME.bin`` is plain uint16 or uint32, as in nanoGPT, ``NAME.starts.bin`` is int64. ``NAME.json``, the header, is
+written last.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from ..errors import BadData
 from ..foundation.files import atomic_file, write_atomic
 
 _FORMAT = "regard-tokens-1"
-_BLOCK = 1 << 16  # ids that are made into an array at a time
-Pieces = Iterable[tuple[Sequence[int], bool]]  # ids, and whether a document ends with them
+_BLOCK = 1 << 16  # number of ids converted to an array at a time
+Pieces = Iterable[tuple[Sequence[int], bool]]  # ids, and whether they end their document
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """All documents one after the other."""
+    """The ids of all documents, one after the other."""
 
-    tokens: NDArray[Any]  # (n,) of uint16 or uint32, mapped from disk
-    starts: NDArray[np.int64]  # where each document starts, and one past the end of the last
-    key: str = ""
+    tokens: NDArray[Any]  # (n,) uint16 or uint32, mapped from disk
+    starts: NDArray[np.int64]  # (n_documents + 1,) start of each document, then the end of the last
+    key: str = ""  # hash of the source and the tokenizer
 
     @property
     def n_documents(self) -> int:
@@ -39,7 +40,7 @@ class TokenFile:
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """(n,) tokens of each document."""
+        """(n_documents,) number of tokens of each document."""
         return np.diff(self.starts)
 
     def document(self, index: int) -> list[int]:
@@ -52,7 +53,7 @@ class TokenFile:
 
     @classmethod
     def of_pieces(cls, pieces: Pieces, vocab_size: int) -> TokenFile:
-        """Documents that come in pieces, in memory instead of on disk."""
+        """Documents that arrive in pieces, in memory instead of on disk."""
         starts = array("q", [0])
         blocks = list(_blocks(pieces, vocab_size, starts))
         tokens = np.concatenate(blocks) if blocks else np.zeros(0, _dtype(vocab_size))
@@ -60,41 +61,41 @@ class TokenFile:
 
 
 def whole_documents(documents: Iterable[Sequence[int]]) -> Pieces:
-    """Documents each in one piece."""
+    """Each document as a single piece."""
     return ((ids, True) for ids in documents)
 
 
 def _blocks(pieces: Pieces, vocab_size: int, starts: array[int]) -> Iterator[NDArray[Any]]:
-    """All ids in blocks of many; where the documents end is appended to ``starts``."""
+    """All ids as arrays of about ``_BLOCK`` elements; appends the end of each document to ``starts``."""
     ids: list[int] = []
-    n_before, dtype = 0, _dtype(vocab_size)
-
-    def block() -> NDArray[Any]:
-        found = np.asarray(ids, dtype=np.int64)
-        if len(found) and not (found.min() >= 0 and found.max() < vocab_size):
-            raise ValueError(f"a document has the ids {found.min()} to {found.max()}, but vocab_size={vocab_size}")
-        return found.astype(dtype)
-
+    n_before = 0
     for piece, is_last in pieces:
         ids.extend(piece)
         if is_last:
             starts.append(n_before + len(ids))
         if len(ids) >= _BLOCK:
-            yield block()
-            n_before, ids = n_before + len(ids), []
-    yield block()
+            yield _block(ids, vocab_size)
+            n_before += len(ids)
+            ids = []
+    yield _block(ids, vocab_size)
+
+
+def _block(ids: list[int], vocab_size: int) -> NDArray[Any]:
+    block = np.asarray(ids, dtype=np.int64)
+    if len(block) and not (block.min() >= 0 and block.max() < vocab_size):
+        raise ValueError(f"a document has the ids {block.min()} to {block.max()}, but vocab_size={vocab_size}")
+    return block.astype(_dtype(vocab_size))
 
 
 def write_tokens(path: Path, pieces: Pieces, vocab_size: int, key: str = "") -> TokenFile:
-    """Write documents as they come; a reader sees the old files or the new ones, never half of either."""
+    """Write documents as they arrive. A concurrent reader sees the old files or the new ones, never a mixture."""
     starts, digest = array("q", [0]), hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(_with_suffix(path, ".bin")) as file:
         for block in _blocks(pieces, vocab_size, starts):
             digest.update(block.tobytes())
             file.write(block.tobytes())
-        # An old header beside new ids would be believed.
-        _with_suffix(path, ".json").unlink(missing_ok=True)
+        _with_suffix(path, ".json").unlink(missing_ok=True)  # it must never describe the new ids
     write_atomic(_with_suffix(path, ".starts.bin"), np.asarray(starts, dtype="<i8").tobytes())
     header = {
         "format": _FORMAT,
@@ -108,11 +109,11 @@ def write_tokens(path: Path, pieces: Pieces, vocab_size: int, key: str = "") -> 
 
 
 def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
-    """Map the files of ``write_tokens``; ``verify`` also reads all ids and compares their hash."""
+    """Map the files that ``write_tokens`` wrote; ``verify`` also reads all ids and checks their hash."""
     try:
         header = json.loads(_with_suffix(path, ".json").read_bytes())
         if header["format"] != _FORMAT or header["dtype"] not in ("uint16", "uint32"):
-            raise BadData(f"{path}.json is no header of {_FORMAT}")
+            raise BadData(f"{path}.json is not a {_FORMAT} header")
         dtype = np.dtype(header["dtype"]).newbyteorder("<")
         n, n_documents = int(header["tokens"]), int(header["documents"])
         starts = np.frombuffer(_with_suffix(path, ".starts.bin").read_bytes(), dtype="<i8")
@@ -120,12 +121,12 @@ def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
     except OSError as error:
         raise BadData(f"{path}: {error.filename} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise BadData(f"{path}.json is no header of {_FORMAT}: {error}") from None
+        raise BadData(f"{path}.json is not a {_FORMAT} header: {error}") from None
     if size != n * dtype.itemsize or len(starts) != n_documents + 1 or starts[-1] != n or np.any(np.diff(starts) < 0):
         raise BadData(f"{path}.bin has {size:,} bytes, but its header says {n:,} tokens in {n_documents:,} documents")
     tokens: NDArray[Any] = np.memmap(_with_suffix(path, ".bin"), dtype=dtype, mode="r") if n else np.zeros(0, dtype)
     if verify and hashlib.sha256(tokens.tobytes()).hexdigest() != header["sha256"]:
-        raise BadData(f"{path}.bin does not have the hash its header says")
+        raise BadData(f"{path}.bin does not match the hash in its header")
     return TokenFile(tokens, starts, str(header.get("key", "")))
 
 
@@ -137,17 +138,19 @@ def cached_tokens(
     make: Callable[[], Pieces],
     older: Path | None = None,
 ) -> TokenFile:
-    """The tokens of a source under a tokenizer: mapped where they were made before, here or in ``older``, else made
-    now."""
+    """The tokens of a source under a tokenizer, from ``folder`` or ``older`` if they are there, else from ``make``.
+
+    New tokens are written to ``folder``, or to ``older`` if ``folder`` is not writable.
+    """
     key = hashlib.sha256(f"{source_sha256} {tokenizer_sha256}".encode()).hexdigest()
     name = f"tokens-{key[:16]}"
-    for place in (folder, older):
+    for directory in (folder, older):
         with contextlib.suppress(BadData):
-            if place is not None and (cached := open_tokens(place / name)).key == key:
+            if directory is not None and (cached := open_tokens(directory / name)).key == key:
                 return cached
     try:
         return write_tokens(folder / name, make(), vocab_size, key)
-    except OSError:  # a cache that cannot be written to, as in a home that is read-only
+    except OSError:  # for example a read-only home directory
         if older is None:
             raise
         return write_tokens(older / name, make(), vocab_size, key)

@@ -1,7 +1,7 @@
 """`regard demo`: train a translator, evaluate it, translate, look inside, export.
 
-Each stage leaves its files whole or not at all, so a demo that was stopped anywhere goes on where it stopped. Importing
-this module does not import torch: the title is on the screen at once.
+Each stage writes its files atomically, so an interrupted demo can continue where it stopped. Importing this module does
+not import torch, so that the title appears at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import RunConfig
 from ..data.corpora.enko import REGISTERS, AlignedPair, EnKo, lookup_accuracy, realise
-from ..errors import UsageError, silence_warnings
+from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..recipes import run_config
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
     from ..models import Model
 
 RECIPE = "en-ko"
-SPLIT = "combinations"  # held out by what sentences are made of
+SPLIT = "combinations"  # sentences with verb–noun combinations that training never shows
 N_EVALUATED, N_LOOKUP, N_ALIGNED, N_SHAPES = 500, 200, 40, 24
-# Changes to the recipe: checkpoints often enough that a killed demo loses seconds of training, not minutes, and a final
-# evaluation on as many sentences as the stage after it takes.
+# Changes to the recipe: checkpoints so often that a killed demo loses seconds of training, not minutes, and a final
+# evaluation on the same number of sentences as the next stage.
 _OVERRIDES = {"train.save_every": "100", "data.valid_rows": str(N_EVALUATED)}
-# Examples of the held-out split: one is translated at every level of politeness, then some that differ otherwise.
+# Indices in the held-out split: one sentence is translated in every register, the others only in their own.
 _IN_EVERY_REGISTER, _OTHERS = 6, (1, 13, 20)
 _LOOKED_AT = 6
-MARKER = "demo.json"  # makes a directory a demo's; it holds the demo's overrides
+MARKER = "demo.json"  # marks a directory as a demo's and holds its overrides
 _HALF_WRITTEN = re.compile(r"\..+\.(json|html)\.[0-9a-f]{8}")
 
 
 def demo_config(root: Path, overrides: Sequence[str]) -> RunConfig:
-    """The run; overrides that would make it another demo are refused."""
-    typed = {word.partition("=")[0] for word in overrides}
-    if "train.out" in typed:
-        raise UsageError("train.out is the demo's own: --out DIR says where")
-    if typed & {"data", "data.source"}:
+    """The configuration of the demo's run; raises UsageError on overrides of its directory or its data."""
+    names = {word.partition("=")[0] for word in overrides}
+    if "train.out" in names:
+        raise UsageError("the demo sets train.out itself: --out DIR sets the directory")
+    if names & {"data", "data.source"}:
         raise UsageError("the demo learns en-ko; with your own pairs: regard train translate data.source=pairs.tsv")
-    own = [f"{name}={value}" for name, value in _OVERRIDES.items() if name not in typed]
-    return run_config("translate", [*overrides, *own, f"train.out={root / 'run'}"], preset=RECIPE)
+    defaults = [f"{name}={value}" for name, value in _OVERRIDES.items() if name not in names]
+    return run_config("translate", [*overrides, *defaults, f"train.out={root / 'run'}"], preset=RECIPE)
 
 
 def demo_sentences() -> list[AlignedPair]:
-    """What is translated, with the grammar's own answer."""
+    """The sentences to translate, with the translations of the grammar."""
     corpus = EnKo()
     structure = corpus.example(SPLIT, _IN_EVERY_REGISTER).structure
     registers = [realise({**structure, "register": register}) for register in REGISTERS]
-    return [*registers, *(corpus.example(SPLIT, place) for place in _OTHERS)]
+    return [*registers, *(corpus.example(SPLIT, index) for index in _OTHERS)]
 
 
 def evaluate_model(run: Path, n: int) -> dict[str, Any]:
-    """Exact match and BLEU on held-out combinations, beside a dictionary's."""
+    """Exact match and BLEU on held-out combinations, and the exact match of a dictionary."""
     from ..training import evaluate
 
     metrics = evaluate(run, split=SPLIT, limit=n, beam=1).metrics
@@ -69,7 +69,7 @@ def evaluate_model(run: Path, n: int) -> dict[str, Any]:
 
 
 def translate_sentences(model: Model) -> dict[str, Any]:
-    """A few sentences, and whether they are what the grammar says."""
+    """Translate a few sentences and compare them with the grammar's translations."""
     from ..generation import translate
 
     pairs = demo_sentences()
@@ -82,7 +82,7 @@ def translate_sentences(model: Model) -> dict[str, Any]:
 
 
 def render_alignment(model: Model, page: Path, language: str) -> dict[str, Any]:
-    """Which layer's mean of heads aligns best, and the page of one sentence."""
+    """Find the layer whose mean over heads aligns best, and write the page of one sentence."""
     from ..lens import look
     from ..lens.head_scores import alignment_error
     from ..lens.render_html import page_html
@@ -91,17 +91,18 @@ def render_alignment(model: Model, page: Path, language: str) -> dict[str, Any]:
     layers = error["together"]["written"]
     layer = min(range(len(layers)), key=layers.__getitem__)
     pair = EnKo().example(SPLIT, _LOOKED_AT)
-    own = look(model, pair.source)
-    right = own.target_text == pair.target
-    seen = own if right else look(model, pair.source, pair.target)
-    write_atomic(page, page_html(seen, layer=layer, kind="cross", language=language).encode())
+    view = look(model, pair.source)
+    right = view.target_text == pair.target
+    if not right:
+        view = look(model, pair.source, pair.target)
+    write_atomic(page, page_html(view, layer=layer, kind="cross", language=language).encode())
     facts = {"source": pair.source, "target": pair.target, "right": right, "layer": layer}
-    facts["heads"] = seen.heads(kind="cross")
+    facts["heads"] = view.heads(kind="cross")
     return facts | {"n": error["n"], "error": layers[layer], "diagonal": error["diagonal"]}
 
 
 def export_onnx(model: Model, path: Path) -> dict[str, Any]:
-    """ONNX with its certificate: fewer shapes than `regard export` takes, and without compiling, for time's sake."""
+    """Export to ONNX with a certificate; to save time, with fewer shapes than `regard export` and uncompiled."""
     from ..export import export
 
     export(model, "onnx", path, n_shapes=N_SHAPES, compiled=False)
@@ -110,9 +111,18 @@ def export_onnx(model: Model, path: Path) -> dict[str, Any]:
     return {name: row[name] for name in ("max_abs", "same_text")} | {"n": N_SHAPES, "passes": certificate["passes"]}
 
 
+def export_page(model: Model, path: Path) -> dict[str, Any]:
+    """Export the explorer with the model, as files for any web server."""
+    from ..export import export
+
+    shutil.rmtree(path, ignore_errors=True)  # what an interrupted demo left
+    export(model, "web", path, n_shapes=N_SHAPES)
+    return {"bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file())}
+
+
 @dataclass
 class Demo:
-    """A demo in its directory: finished stages are kept, missing ones are run, all of them are shown."""
+    """A demo in its directory. Finished stages are kept, missing ones are run, and all of them are shown."""
 
     root: Path
     config: RunConfig
@@ -120,24 +130,25 @@ class Demo:
     screen: DemoScreen
     style: Any = "auto"
     command: Sequence[str] = ()
-    results: dict[str, dict[str, Any]] = field(default_factory=dict)  # by stage, with ``seconds`` and ``kept``
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)  # stage → result, with ``seconds`` and ``kept``
 
     def __post_init__(self) -> None:
         self.run, self.page, self.onnx = self.root / "run", self.root / "look.html", self.root / "onnx"
+        self.web = self.root / "page"
         self.texts = self.screen.texts
 
     def to_dict(self) -> dict[str, Any]:
         total = sum(stage["seconds"] for stage in self.results.values())
-        paths = {"run": str(self.run), "page": str(self.page), "onnx": str(self.onnx)}
+        paths = {"run": str(self.run), "page": str(self.page), "onnx": str(self.onnx), "web": str(self.web)}
         return {"out": str(self.root), **paths, "seconds": round(total, 1), "stages": self.results}
 
     def run_stages(self) -> None:
-        """Run the stages that are not done, while no other demo runs in the directory."""
+        """Run the missing stages while holding a lock on the directory."""
         from ..training.signals import Interrupted
 
         self._open_directory()
         n = min(N_EVALUATED, rows if isinstance(rows := self.config.data.valid_rows, int) else N_EVALUATED)
-        with file_lock(self.root, "has a demo running in it; --out names another directory"):
+        with file_lock(self.root, "is in use by another demo; --out sets another directory"):
             for path in self.root.glob(".*"):
                 if _HALF_WRITTEN.fullmatch(path.name):
                     path.unlink(missing_ok=True)
@@ -147,12 +158,13 @@ class Demo:
                 self._stage("translate", lambda: translate_sentences(self.model))
                 self._stage("look", lambda: render_alignment(self.model, self.page, self.texts.language), self.page)
                 self._stage("export", self._export, self.onnx / "certificate.json")
+                self._stage("publish", self._publish, self.web / "index.html")
             except (KeyboardInterrupt, Interrupted) as stop:
                 raise Interrupted(self.texts("stopped"), getattr(stop, "exit_code", 130)) from None
         self.screen.end(self.to_dict()["seconds"], self.run)
 
     def _train(self) -> None:
-        """Its artefact is the run's own: an evaluation and a model."""
+        """Train, or resume an interrupted run; the stage is done if the run has an evaluation and a model."""
         record = self.run / "evaluation.json"
         done = record.is_file() and (self.run / "model").is_dir()
         self.screen.stage("train", kept=done, n=self.config.data.epoch_examples)
@@ -168,10 +180,11 @@ class Demo:
                 self.screen.note("train.goes_on", step=step, steps=self.config.train.steps)
                 result = resume(self.run, style=self.style).to_dict()
             else:
-                if self.run.exists():  # stopped before the run had a config: nothing was learned yet
+                if self.run.exists():  # interrupted before the run had a config, so nothing is lost
                     shutil.rmtree(self.run)
                 result = train(self.config, style=self.style, command=self.command).to_dict()
-            result["seconds"] = round(max(result["seconds"], time.perf_counter() - started), 1)  # of all its parts
+            # A resumed run counts the seconds of its earlier parts, but not the time to load.
+            result["seconds"] = round(max(result["seconds"], time.perf_counter() - started), 1)
         if not result["finished"]:
             from ..training.signals import Interrupted
 
@@ -180,7 +193,7 @@ class Demo:
         self.screen.result("train", self.results["train"])
 
     def _stage(self, name: str, compute: Callable[[], dict[str, Any]], *files: Path, **about: Any) -> None:
-        """Keep the record of this very model, or compute it and write it."""
+        """Read the stage's record if it belongs to this model and its files exist, else compute and write it."""
         record, result = self.root / f"{name}.json", None
         if record.is_file() and all(file.is_file() for file in files):
             stored = parse_json(record.read_bytes(), record)
@@ -201,6 +214,14 @@ class Demo:
         except ImportError as error:
             return {"left_out": error.name or str(error)}
 
+    def _publish(self) -> dict[str, Any]:
+        try:
+            return export_page(self.model, self.web)
+        except ImportError as error:
+            return {"left_out": error.name or str(error)}
+        except RegardError as error:  # for example without npm, which provides the libraries of the page
+            return {"left_out": str(error)}
+
     @cached_property
     def model(self) -> Model:
         from ..io import load
@@ -209,11 +230,11 @@ class Demo:
 
     @cached_property
     def _model_hash(self) -> str:
-        """Of the trained model: records of another one are computed again."""
+        """Hash of the trained model; the records of another model are recomputed."""
         return hashlib.sha256((self.run / "model" / "manifest.json").read_bytes()).hexdigest()
 
     def _open_directory(self) -> None:
-        """An empty directory becomes the demo's; one of the same demo is its own already."""
+        """Mark an empty directory as the demo's; accept one with the same overrides, and refuse any other."""
         marker = self.root / MARKER
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"--out {self.root} is a file; a demo needs a directory")
@@ -221,11 +242,11 @@ class Demo:
             before = parse_json(marker.read_bytes(), marker).get("words")
             if before == list(self.overrides):
                 return
-            given = " ".join(before or ()) or "no words"
-            advice = "give the same, or --out another directory, or remove it"
-            raise UsageError(f"{self.root} holds a demo with {given}; {advice}")
+            overrides = " ".join(before or ()) or "no overrides"
+            advice = "use the same, or another --out directory, or remove it"
+            raise UsageError(f"{self.root} holds a demo with {overrides}; {advice}")
         if self.root.exists() and any(path for path in self.root.iterdir() if not _HALF_WRITTEN.fullmatch(path.name)):
-            raise UsageError(f"--out {self.root} holds something else; name another directory")
+            raise UsageError(f"--out {self.root} holds something else; choose another directory")
         self.root.mkdir(parents=True, exist_ok=True)
         write_atomic(marker, to_json({"words": list(self.overrides)}))
 
@@ -238,8 +259,8 @@ def demo(
     style: Any = "auto",
     command: Sequence[str] = (),
 ) -> Demo:
-    """Do what is not done yet of the demo in ``out``; overrides change the recipe, as in `regard train`."""
+    """Run the missing stages of the demo in ``out``; overrides change the recipe, as in `regard train`."""
     run = Demo(Path(out), demo_config(Path(out), overrides), tuple(overrides), screen, style, command)
-    with silence_warnings("regard.io"):  # that transformers has no twin of this model is no news here
+    with silence_warnings("regard.io"):  # it warns that transformers has no equivalent of this model
         run.run_stages()
     return run

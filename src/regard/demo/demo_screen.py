@@ -1,4 +1,4 @@
-"""What the demo shows, in English and in Korean; the texts are in demo_texts.yaml."""
+"""The output of the demo, in English or Korean; the texts are in demo_texts.yaml."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
     from . import Demo
 
-STAGES = ("train", "judge", "translate", "look", "export", "serve")
+STAGES = ("train", "judge", "translate", "look", "export", "publish", "serve")
 _MARGIN = "     "
 
 
 @cache
 def load_texts() -> dict[str, dict[str, str]]:
-    """The texts by name and language."""
+    """All texts, by name and language."""
     return load_package_data("demo/demo_texts.yaml")
 
 
 class DemoTexts:
-    """The texts of one language."""
+    """The texts in one language; a call fills in the values of one."""
 
     def __init__(self, language: str) -> None:
         if language not in LANGUAGES:
-            raise ValueError(f"lang={language!r} is none of {', '.join(LANGUAGES)}")
+            raise ValueError(f"lang={language!r} is not one of {', '.join(LANGUAGES)}")
         self.language = language
 
     def __call__(self, key: str, /, **values: object) -> str:
@@ -39,7 +39,7 @@ class DemoTexts:
 
 
 class DemoScreen:
-    """Everything the demo says, through one console."""
+    """Prints the demo's stages and results on a console."""
 
     def __init__(self, console: Console, texts: DemoTexts) -> None:
         self.console, self.texts = console, texts
@@ -52,8 +52,8 @@ class DemoScreen:
     def stage(self, name: str, *, kept: bool = False, **about: Any) -> None:
         from rich.text import Text
 
-        place = f"{STAGES.index(name) + 1}/{len(STAGES)}  "
-        line = Text(place, style="cyan").append(self.texts(name), style="bold cyan")
+        number = f"{STAGES.index(name) + 1}/{len(STAGES)}  "
+        line = Text(number, style="cyan").append(self.texts(name), style="bold cyan")
         if kept:
             line.append(f"  {self.texts('kept')}", style="dim")
         self.console.print()
@@ -87,36 +87,38 @@ class DemoScreen:
         elif name == "export" and demo is not None:
             facts = {"max_abs": result["max_abs"], "same": result["same_text"] or 0.0, "n": result["n"]}
             self._print_indented(f"{demo.onnx}  {self.texts('export.certificate', **facts)}")
+        elif name == "publish" and demo is not None:
+            self._print_indented(f"{demo.web}  {self.texts('publish.page', megabytes=result['bytes'] / 1e6)}")
         if not result["kept"]:
             self._print_indented(self.texts("seconds", seconds=result["seconds"]), "dim")
 
     def end(self, seconds: float, run: Path) -> None:
-        """What next: three commands."""
+        """Print the total time and three commands to try next."""
         from rich.cells import cell_len
 
-        place = quote(str(run))
+        path = quote(str(run))
         commands = {
-            "next.translate": f'regard translate {place} "[formal] The teacher will read a book."',
-            "next.look": f'regard look {place} "[plain] The cat chased a mouse." --out look.png',
+            "next.translate": f'regard translate {path} "[formal] The teacher will read a book."',
+            "next.look": f'regard look {path} "[plain] The cat chased a mouse." --out look.png',
             "next.train": "regard train translate data.source=pairs.tsv",
         }
         self.console.print()
         self._print(self.texts("total", seconds=seconds), "bold")
         self._print(self.texts("next"), "bold cyan")
         widest = max(map(len, commands.values()))
-        beside = widest + 8 + max(cell_len(self.texts(name)) for name in commands) <= self.console.width
+        fits = widest + 8 + max(cell_len(self.texts(name)) for name in commands) <= self.console.width
         for name, command in commands.items():
-            if beside:
+            if fits:
                 self._print(f"{_MARGIN}{command:{widest}}   # {self.texts(name)}")
             else:
                 self._print(f"{_MARGIN}# {self.texts(name)}", "dim")
-                self.console.print(_MARGIN + command, soft_wrap=True, markup=False)  # to be copied as it is
+                self.console.print(_MARGIN + command, soft_wrap=True, markup=False)  # unbroken, to be copied
 
     def _print_look(self, result: dict[str, Any], demo: Demo) -> None:
         from ..lens import look
 
-        seen = look(demo.model, result["source"], None if result["right"] else result["target"])
-        seen.print(layer=result["layer"], head=None, kind="cross", words=True, specials=False, console=self.console)
+        view = look(demo.model, result["source"], None if result["right"] else result["target"])
+        view.print(layer=result["layer"], head=None, kind="cross", words=True, specials=False, console=self.console)
         if not result["right"]:
             self.note("look.given")
         facts = {name: result[name] for name in ("layer", "heads", "n", "error", "diagonal")}
@@ -124,7 +126,7 @@ class DemoScreen:
         self._print_indented(f"{demo.page}  {self.texts('look.page')}")
 
     def _print_indented(self, text: Text | str, style: str = "") -> None:
-        """Below a stage's name, indented also where a line is broken."""
+        """Print below a stage's name, indenting wrapped lines too."""
         from rich.padding import Padding
         from rich.text import Text
 

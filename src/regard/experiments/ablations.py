@@ -1,7 +1,7 @@
-"""Sweeps by name: the paper's ablations, the shoot-out of mechanisms, length extrapolation, and softmax saturation.
+"""Named sweeps: the paper's ablations, the shoot-out of mechanisms, length extrapolation, and softmax saturation.
 
-They are described in ablations.toml. An axis depends on the base's config, so that ``regard ablate heads
-model.d_model=512`` asks what fits there.
+ablations.toml defines them. The cells of an axis depend on the base's config, so that ``regard ablate heads
+model.d_model=512`` tries the numbers of heads that divide 512.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ AXES: dict[str, dict[str, Any]] = _DEFINITIONS["axes"]
 
 
 def axis_cells(axis: dict[str, Any], base: RunConfig) -> list[Cell]:
-    """The cells of an axis of ablations.toml. Of values, the base's own is left out."""
+    """The cells of an axis of ablations.toml, without the base's own value."""
     if "cells" in axis:
         return [Cell(cell["name"], tuple(cell["words"])) for cell in axis["cells"]]
     name = axis["field"]
@@ -58,15 +58,15 @@ def _value_cells(
 
 
 def mechanisms(base: RunConfig) -> list[Cell]:
-    """Every entry of the table of mechanisms, one's own too; ranks and features are half the length."""
+    """Every registered mechanism, including the user's own; ranks and features are half the length."""
     causal, size = base.model.has_decoder and base.model.causal, max(1, base.data.max_len // 2)
     cells = []
     for name, entry in all_mixers().items():
         if name != base.model.mixer and (entry.causal or not causal):
             if entry.recurrent and not (causal and base.model.architecture == "decoder"):
-                continue  # it reads one text from its beginning
+                continue  # it needs a decoder-only causal model
             sizes = [f"model.mixer_size={size}"] if entry.size else []
-            # A state-space model knows the order of tokens by itself.
+            # A state-space model needs no position scheme: it reads tokens in order.
             sizes += ["model.positions=none", "model.qk_norm=false"] if entry.recurrent else []
             cells.append(Cell(name.replace(":", "."), (f"model.mixer={name}", *sizes)))
     return cells
@@ -83,7 +83,9 @@ def sparse_patterns(base: RunConfig) -> list[Cell]:
 
 
 def all_positions(base: RunConfig) -> list[Cell]:
-    return _value_cells("model.positions", (x for x in get_args(Positions) if x != base.model.positions))
+    inside_windows = "window" if base.model.shifted_windows is None else None  # it needs shifted windows
+    others = (x for x in get_args(Positions) if x not in (base.model.positions, inside_windows))
+    return _value_cells("model.positions", others)
 
 
 _COMPUTED_AXES = {"mechanisms": mechanisms, "sparse patterns": sparse_patterns, "all positions": all_positions}
@@ -91,15 +93,15 @@ _COMPUTED_AXES = {"mechanisms": mechanisms, "sparse patterns": sparse_patterns, 
 
 @dataclass(frozen=True)
 class NamedSweep:
-    """A sweep by name: a base and what of it is changed."""
+    """A sweep of ablations.toml: a base and the axes along which it is changed."""
 
     about: str
     recipe: str
     words: Sequence[str]
-    axes: Sequence[dict[str, Any]]  # the axis and perhaps its group, and what of the axis differs here
+    axes: Sequence[dict[str, Any]]  # an axis, optionally its group, and fields that replace the axis's own
     metrics: Sequence[str]
     measures: Sequence[str] = ()
-    ending: str = ""  # of ``EXTENDED_REPORTS``
+    ending: str = ""  # the name of its report in ``EXTENDED_REPORTS``
 
     def sweep(self, name: str, words: Sequence[str] = (), seeds: int = 3) -> Sweep:
         base = Sweep(name, self.recipe, tuple(self.words), seeds=tuple(range(seeds)), metrics=tuple(self.metrics))
@@ -118,7 +120,7 @@ SWEEPS = {
     for name, fields in (_AXIS_SWEEPS | _DEFINITIONS["sweeps"]).items()
 }
 
-# Reports that say more than the table; the last argument is whether something may be measured for it.
+# Functions that extend the table with more results. The last argument: whether they may measure anything.
 EXTENDED_REPORTS: dict[str, Callable[[SweepReport, Callable[[str], None] | None, bool], SweepReport]] = {
     "mechanisms": shootout_report,
     "extrapolation": extrapolation_report,
@@ -131,40 +133,42 @@ def unknown_ablation(name: str, names: Iterable[str]) -> UsageError:
 
 
 def ablation(name: str, words: Sequence[str] = (), *, seeds: int = 3) -> Sweep:
-    """The sweep of that name with words about its base."""
+    """The sweep called ``name``, with overrides of its base."""
     if name not in SWEEPS:
         raise unknown_ablation(name, SWEEPS)
     return SWEEPS[name].sweep(name, check_words(words), seeds)
 
 
 def list_ablations() -> dict[str, dict[str, Any]]:
-    """Every ablation with what it is about and its cells, as they are with the base it comes with."""
+    """Every ablation with its description, its recipe and the cells it has with its own base."""
     ablations: dict[str, dict[str, Any]] = {}
     for name, named in SWEEPS.items():
         cells = [cell.name for cell in named.sweep(name).cells]
         ablations[name] = {"about": named.about, "recipe": named.recipe, "cells": cells}
-    about = "Softmax saturation with and without 1/√d_k: gradients against d_k, computed and predicted; trains nothing."
+    about = (
+        "Softmax saturation with and without 1/√d_k: gradients against d_k, computed and predicted, without training."
+    )
     return {**ablations, "scaling": {"about": about, "recipe": None, "cells": []}}
 
 
 # ------------------------------------------------------------------------------------- softmax saturation
 
-SATURATED = 30  # from d_k = 30 ln n on, the spread of n scores is far wider than what one softmax tells apart
+SATURATED = 30  # from d_k = 30 ln n on, the gap between the largest of n scores is usually well above 1
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One d_k, with or without the factor; J = diag(p) − p pᵀ is the softmax's Jacobian."""
+    """Measurements at one d_k, with or without the factor. J = diag(p) − p pᵀ is the Jacobian of the softmax."""
 
     d_k: int
     scaled: bool
     passed: float  # mean of ‖J‖_F over queries: how much of a gradient passes
     passed_median: float
-    predicted: float | None  # the mean by theory; None where neither limit, variance 1 or saturation, is near
-    gradient: float  # mean norm of the scores' gradient for a random gradient of the weights, by autograd: √E = ‖J‖_F
+    predicted: float | None  # the mean in theory; None between its two limits, variance 1 and saturation
+    gradient: float  # mean norm of the scores' gradient for a random gradient of the weights, from autograd
     largest: float  # mean of the largest weight
-    saturated: float  # share of the queries whose largest weight is over 0.99
+    saturated: float  # share of queries whose largest weight exceeds 0.99
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,7 @@ class Scaling:
         return {"n_keys": self.n_keys, "out": str(self.out), "points": [asdict(point) for point in self.points]}
 
     def pairs(self) -> list[tuple[ScalingPoint, ScalingPoint]]:
-        """With and without, by d_k."""
+        """The points with and without the factor, by d_k."""
         by_width = {(point.d_k, point.scaled): point for point in self.points}
         return [(by_width[d, True], by_width[d, False]) for d in sorted({point.d_k for point in self.points})]
 
@@ -218,14 +222,16 @@ def jacobian_norm(p: Tensor) -> Tensor:
 
 
 def predict_scaled(n: int) -> float:
-    """Of n keys whose scores have variance 1: weights are log-normal, Σp² ≈ e/n and Σp³ ≈ e³/n²."""
+    """‖J‖_F for n scores of variance 1: the weights are log-normal, so Σp² ≈ e/n and Σp³ ≈ e³/n²."""
     return math.sqrt(math.e / n - 2 * math.e**3 / n**2 + (math.e / n) ** 2)
 
 
 def predict_unscaled(n: int, d_k: int) -> float:
-    """Of saturated scores: only where the two largest nearly tie does anything pass. With a gap g between them
-    ‖J‖_F = 2p(1 − p), p = 1/(1 + e^−g), and ∫ 2p(1 − p) dg = 1, so E‖J‖_F → the density of g at 0:
-    n(n − 1) ∫ φ(z)² Φ(z)^(n−2) dz / √d_k."""
+    """E‖J‖_F for saturated scores, where a gradient passes only if the two largest scores nearly tie.
+
+    With a gap g between them ‖J‖_F = 2p(1 − p), p = 1/(1 + e^−g), and ∫ 2p(1 − p) dg = 1, so E‖J‖_F tends to the
+    density of g at 0: n(n − 1) ∫ φ(z)² Φ(z)^(n−2) dz / √d_k.
+    """
     z = torch.linspace(-9, 9, 20001, dtype=torch.float64)
     density = torch.exp(-(z**2)) / (2 * math.pi)
     below = torch.special.ndtr(z)
@@ -240,19 +246,19 @@ def measure_scaling(
     n_queries: int = 2000,
     seed: int = 0,
 ) -> Scaling:
-    """Draw queries and keys, compute their softmax with and without 1/√d_k, write scaling.json and scaling.png."""
+    """Draw queries and keys, measure their softmax with and without 1/√d_k, and write scaling.json and scaling.png."""
     from .sweep_figures import draw_scaling
 
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     points = []
     for d_k in widths:
-        draw, rows = torch.Generator().manual_seed(seed), list[Tensor]()
+        generator, rows = torch.Generator().manual_seed(seed), list[Tensor]()
         for start in range(0, n_queries, 100):
             n = min(100, n_queries - start)
-            q, k = torch.randn(n, d_k, generator=draw), torch.randn(n, n_keys, d_k, generator=draw)
+            q, k = torch.randn(n, d_k, generator=generator), torch.randn(n, n_keys, d_k, generator=generator)
             rows.append(torch.einsum("qd,qkd->qk", q, k))
-        scores = torch.cat(rows).double()  # q·k of every query with keys of its own (queries, keys)
+        scores = torch.cat(rows).double()  # (queries, keys): every query has its own keys
         points += [_measure_point(scores / math.sqrt(d_k), d_k, True, seed), _measure_point(scores, d_k, False, seed)]
     result = Scaling(n_keys, tuple(points), folder)
     write_atomic(folder / "scaling.json", to_json(result.to_dict()))
@@ -264,12 +270,22 @@ def _measure_point(scores: Tensor, d_k: int, scaled: bool, seed: int) -> Scaling
     n = scores.shape[1]
     scores = scores.detach().requires_grad_()
     weights = scores.softmax(-1)
-    draw = torch.Generator().manual_seed(seed + 1)
-    weights.backward(torch.randn(weights.shape, generator=draw, dtype=weights.dtype))
+    generator = torch.Generator().manual_seed(seed + 1)
+    weights.backward(torch.randn(weights.shape, generator=generator, dtype=weights.dtype))
     assert scores.grad is not None
     norms, largest = jacobian_norm(weights.detach()), weights.detach().max(-1).values
-    saturated = d_k >= SATURATED * math.log(n)
-    predicted = predict_scaled(n) if scaled else predict_unscaled(n, d_k) if saturated else None
-    passed, passed_median, gradient = float(norms.mean()), float(norms.median()), float(scores.grad.norm(dim=-1).mean())
-    share = float((largest > 0.99).double().mean())
-    return ScalingPoint(d_k, scaled, passed, passed_median, predicted, gradient, float(largest.mean()), share)
+    predicted = None
+    if scaled:
+        predicted = predict_scaled(n)
+    elif d_k >= SATURATED * math.log(n):
+        predicted = predict_unscaled(n, d_k)
+    return ScalingPoint(
+        d_k,
+        scaled,
+        passed=float(norms.mean()),
+        passed_median=float(norms.median()),
+        predicted=predicted,
+        gradient=float(scores.grad.norm(dim=-1).mean()),
+        largest=float(largest.mean()),
+        saturated=float((largest > 0.99).double().mean()),
+    )

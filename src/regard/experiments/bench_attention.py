@@ -1,7 +1,7 @@
-"""``regard bench attention``: time and memory of every attention mechanism against length, and how each of them grows.
+"""``regard bench attention``: time and memory of every attention mechanism against length, and how fast they grow.
 
-A measurement is one mechanism at one length, in a fresh process. What would not fit into the budget of memory or time
-is not started; the table says why.
+Each measurement, one mechanism at one length, runs in a fresh process. A measurement predicted to exceed the limits of
+memory or time is skipped, and the table gives the reason.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from torch import Tensor, nn
 from ..attention import attend
 from ..attention.biases import T5Bias
 from ..attention.masks import Mask, bigbird, causal, strided, window
+from ..attention.mechanisms import Sinks
 from ..config import Architecture, ModelConfig
 from ..config.mixers import MixingWork, all_mixers, get_mixer, register
 from ..foundation.checks import check_positive, nearest_name
+from ..foundation.files import write_atomic
 from ..models.components import mechanism, mixing
 from .benchmarking import available_memory, fit_exponent, format_table, measure
 from .sweep_runner import LocalRunner, Runner
 
-MOST_BYTES = 4 << 30  # a measurement may need this much, and never more than half of what the machine has free
-ENOUGH_S = 0.3  # seconds of runs after which a best time is believed
-PILOT = 256  # where nothing shorter was measured, this length tells how long the first one asked for will take
+MOST_BYTES = 4 << 30  # limit of a measurement's memory; also at most half of the available memory
+ENOUGH_S = 0.3  # runs are repeated for this many seconds, and the best time counts
+PILOT = 256  # if no shorter length has been measured, this one predicts the time of the first
 
 # ------------------------------------------------------------------------------------- what is compared
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured: batch 1, fp32, on the CPU."""
+    """The shape of a measurement, with batch 1, in fp32 on the CPU."""
 
     length: int
     n_heads: int = 8
@@ -58,27 +60,28 @@ Build = Callable[[Setup], tuple[Forward, list[Tensor]]]
 
 @dataclass(frozen=True)
 class Contender:
-    """A mechanism on a backend. ``build`` gives its forward pass and what its backward pass fills with gradients."""
+    """A mechanism on a backend. ``build`` returns its forward pass and the tensors that get gradients."""
 
     name: str
     title: str
     family: str  # exact, sparse or approximate
     build: Build
-    grows: int = 2  # the power of the length its time grows with, to predict what is not worth starting
-    matrices: tuple[float, float] = (0, 0)  # T × T numbers a head holds at once: forward, forward and backward
-    rows: tuple[float, float] = (4, 12)  # the same in units of T × D
+    grows: int = 2  # time grows like length to this power; predicts runs that would take too long
+    matrices: tuple[float, float] = (0, 0)  # peak memory per head in units of T × T: forward, forward and backward
+    rows: tuple[float, float] = (4, 12)  # further peak memory per head in units of T × D
     most_seconds: float = 10.0  # a run predicted to take longer is skipped
-    causal: bool | None = None  # True: always, False: never, None: as asked
+    causal: bool | None = None  # True: always, False: never, None: as the setup says
 
     def note(self, setup: Setup) -> str | None:
-        """What was measured where it is not what was asked for."""
+        """How the measurement differs from the setup; None if it does not."""
         if self.causal is None or self.causal == setup.causal:
             return None
-        never = "mixes all positions and cannot be causal; measured without"
-        return "is causal by definition" if self.causal else never
+        if self.causal:
+            return "is causal by definition"
+        return "mixes all positions and cannot be causal; measured without a mask"
 
     def predict_bytes(self, setup: Setup) -> int:
-        """About how much memory a run will hold at its peak, inputs included."""
+        """The approximate peak memory of a run, including its inputs."""
         matrices, rows = self.matrices[setup.backward], self.rows[setup.backward] + 3
         return int(4 * setup.n_heads * setup.length * (matrices * setup.length + rows * setup.d_head))
 
@@ -92,7 +95,7 @@ def _attention_run(
 
 
 def _attention(backend: str, pattern: str = "") -> Build:
-    """The scaled dot product on a backend, causal or not, or restricted to a sparse pattern."""
+    """Builds the scaled dot product on a backend, causal or not, or restricted to a sparse pattern."""
     return lambda setup: _attention_run(setup, backend, sparse_mask(pattern, setup.causal) if pattern else setup.mask)
 
 
@@ -101,8 +104,13 @@ def _t5_run(setup: Setup) -> tuple[Forward, list[Tensor]]:
     return _attention_run(setup, "tiled", setup.mask, bias, bias=bias)
 
 
+def _sinks_run(setup: Setup) -> tuple[Forward, list[Tensor]]:
+    sinks = Sinks(setup.n_heads)
+    return _attention_run(setup, "sdpa", setup.mask, sinks, sinks=sinks.logits)
+
+
 def sparse_mask(name: str, is_causal: bool) -> Mask:
-    """The sparse patterns compared here, about 256 keys a query."""
+    """A sparse pattern of this benchmark, with about 256 keys per query."""
     if name == "window":
         return window(256) if is_causal else window(129, ahead=127)
     if name == "strided":
@@ -112,7 +120,7 @@ def sparse_mask(name: str, is_causal: bool) -> Mask:
 
 
 def _mixer_run(name: str, backend: str = "auto") -> Build:
-    """A mechanism of the table as a model's layer would build it."""
+    """Builds a registered mechanism as a model's layer does."""
 
     def build(setup: Setup) -> tuple[Forward, list[Tensor]]:
         entry, width = get_mixer(name), setup.n_heads * setup.d_head
@@ -135,6 +143,7 @@ _TABLE = (
     Contender("sdpa", "sdpa, torch's fused kernel", "exact", _attention("sdpa")),
     Contender("tiled", "tiled", "exact", _attention("tiled")),
     Contender("tiled+t5", "tiled + trained T5 bias", "exact", _t5_run),
+    Contender("sinks", "sdpa + learned sinks", "exact", _sinks_run, rows=(8, 20)),
     Contender("additive", "additive (Bahdanau), tiled", "exact", _mixer_run("additive", "tiled"), most_seconds=3.0),
     Contender("window", "window of 256, tiled", "sparse", _attention("tiled", "window"), 1),
     Contender("strided", "strided by 128, tiled", "sparse", _attention("tiled", "strided"), causal=True),
@@ -151,12 +160,12 @@ CONTENDERS = {contender.name: contender for contender in _TABLE}
 
 
 def contenders() -> dict[str, Contender]:
-    """Those above, and whatever else stands in the table of mechanisms; plain dot products are there by backend."""
+    """The contenders above and every other registered mechanism; dot products are listed by backend."""
     known = dict(CONTENDERS)
     for name, entry in all_mixers().items():
         if name in known or name == "dot":
             continue
-        # Its time grows with the work that the entry declares.
+        # The power is derived from the operations that the entry declares.
         near, far = (entry.flops(MixingWork(8, 64, keys, entry.size or 0)) for keys in (1 << 14, 1 << 20))
         matrices = (3.2, 6.5) if entry.weights and entry.family.kind == "shares" else (0, 0)
         build, grows, causal = _mixer_run(name), 2 if far > near else 1, None if entry.causal else False
@@ -165,7 +174,7 @@ def contenders() -> dict[str, Contender]:
 
 
 def choose_contenders(names: list[str] | None) -> list[Contender]:
-    """The contenders by name, all of them unless told; module:Class is one of the reader's own."""
+    """The contenders called ``names``, by default all; module:Class imports a mechanism of the user's own."""
     for name in names or ():
         if ":" in name:
             register(name)
@@ -174,34 +183,34 @@ def choose_contenders(names: list[str] | None) -> list[Contender]:
         if name not in known:
             near = nearest_name(name, known)
             hint = "" if near is None else f"; did you mean {near!r}?"
-            raise ValueError(f"mechanism {name!r} is none of {', '.join(known)}{hint}")
+            raise ValueError(f"mechanism {name!r} is not one of {', '.join(known)}{hint}")
     return [known[name] for name in dict.fromkeys(names or known)]
 
 
 def measure_contender(job: tuple[str, Setup, float]) -> dict[str, Any]:
-    """Of (contender, setup, seconds that are enough), in a process of its own: seconds, peak_bytes, runs, threads."""
+    """Measure the job (contender, setup, enough_s) in a process of its own: seconds, peak_bytes, runs, threads."""
     name, setup, enough_s = job
     torch.manual_seed(0)
-    build_run(name, replace(setup, length=min(setup.length, 32)))()  # loads code and threads
+    build_run(name, replace(setup, length=min(setup.length, 32)))()  # warm-up: loads code and starts threads
     measurement = measure(build_run(name, setup), enough_s=enough_s)
     return {**measurement._asdict(), "threads": torch.get_num_threads()}
 
 
 def build_run(name: str, setup: Setup) -> Callable[[], object]:
-    """One run of a contender, its inputs made: forward, or forward and backward."""
+    """A function that runs a contender on prepared inputs: forward, or forward and backward."""
     (contender,) = choose_contenders([name])
     forward, leaves = contender.build(setup)
     if not setup.backward:
         return torch.no_grad()(forward)
     d_output = torch.randn(1, setup.n_heads, setup.length, setup.d_head)
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         for leaf in leaves:
             leaf.grad = None
         output = forward()
         output.backward(d_output.view_as(output))
 
-    return both
+    return forward_and_backward
 
 
 # ------------------------------------------------------------------------------------- the benchmark
@@ -229,24 +238,24 @@ class AttentionBench:
 
     lengths: list[int]
     contenders: list[Contender]
-    setup: Setup  # its length stands for none
+    setup: Setup  # its length is 0 and not used
     cells: list[BenchCell]
     files: list[Path]
 
     def of(self, name: str) -> list[BenchCell]:
         return [cell for cell in self.cells if cell.mechanism == name]
 
-    def series(self, name: str, what: str) -> tuple[list[int], list[float]]:
-        """Lengths and values ("seconds" or "peak_bytes") of the cells that were measured."""
+    def series(self, name: str, quantity: str) -> tuple[list[int], list[float]]:
+        """Lengths and values of ``quantity`` ("seconds" or "peak_bytes") of the measured cells."""
         cells = [cell for cell in self.of(name) if cell.skipped is None]
-        return [cell.length for cell in cells], [getattr(cell, what) for cell in cells]
+        return [cell.length for cell in cells], [getattr(cell, quantity) for cell in cells]
 
-    def exponent(self, name: str, what: str) -> float | None:
-        """p where the value grows like lengthᵖ at the longer lengths."""
-        return fit_exponent(*self.series(name, what))
+    def exponent(self, name: str, quantity: str) -> float | None:
+        """The power p of the length with which the quantity grows at the longer lengths."""
+        return fit_exponent(*self.series(name, quantity))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON: numbers are finite or null."""
+        """All figures, as JSON-compatible values; numbers are finite or None."""
         mechanisms = [
             {
                 "name": contender.name,
@@ -264,7 +273,7 @@ class AttentionBench:
 
     @property
     def threads(self) -> int:
-        """Those of the measuring processes; this one's would be beside the point."""
+        """The number of threads of the measuring processes."""
         return max(cell.threads for cell in self.cells) or torch.get_num_threads()
 
     @property
@@ -278,7 +287,7 @@ class AttentionBench:
         return f"{self.direction}, {causal}, {heads}, fp32, CPU threads: {self.threads}, torch {torch.__version__}"
 
     def to_text(self) -> str:
-        """Both tables, then the reasons of what was skipped and the notes."""
+        """Both tables, then the reasons for skipped cells and the notes."""
         remarks: list[str] = []
         marks = {
             (cell.mechanism, cell.length): _add_remark(remarks, f"{cell.mechanism} at {cell.length:,}: {cell.skipped}")
@@ -290,11 +299,11 @@ class AttentionBench:
             if note := contender.note(self.setup):
                 titles[contender.name] += f" {_add_remark(remarks, f'{contender.name} {note}')}"
         parts = [f"Attention: {self.headline}"]
-        for heading, what, unit in (("time, ms", "seconds", 1e-3), ("peak memory, MiB", "peak_bytes", 2**20)):
+        for heading, quantity, unit in (("time, ms", "seconds", 1e-3), ("peak memory, MiB", "peak_bytes", 2**20)):
             rows = [[heading, *[f"{length:,}" for length in self.lengths], "grows like"]]
             for name, title in titles.items():
-                power, cells = self.exponent(name, what), self.of(name)
-                values = [marks.get((name, x.length)) or _format_number(getattr(x, what) / unit) for x in cells]
+                power, cells = self.exponent(name, quantity), self.of(name)
+                values = [marks.get((name, x.length)) or _format_number(getattr(x, quantity) / unit) for x in cells]
                 rows.append([title, *values, "–" if power is None else f"T^{power:.2f}"])
             parts.append(format_table(rows))
         parts += ["\n".join(remarks)] if remarks else []
@@ -303,7 +312,7 @@ class AttentionBench:
 
 
 def _add_remark(remarks: list[str], remark: str) -> str:
-    """Add a remark; the sign that points to it: (a), (b), …"""
+    """Add a remark and return the sign that refers to it: (a), (b), …"""
     n = len(remarks)
     sign = f"({'' if n < 26 else chr(96 + n // 26)}{chr(97 + n % 26)})"
     remarks.append(f"{sign} {remark}")
@@ -326,22 +335,22 @@ def bench_attention(
     out: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> AttentionBench:
-    """Measure each mechanism at each length; with ``out``, leave table, JSON and picture in that folder."""
+    """Measure each mechanism at each length; with ``out``, write the table, JSON and a figure to that folder."""
     if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths={lengths} must be at least one whole number, each at least 1")
+        raise ValueError(f"lengths={lengths} must be one or more whole numbers, each at least 1")
     check_positive(n_heads=n_heads, d_head=d_head)
     contenders, lengths = choose_contenders(mechanisms), sorted(set(lengths))
-    if out is not None:  # before anything is measured: nobody should wait a minute to hear that it cannot be written
+    if out is not None:  # before measuring, so that an unwritable folder fails at once
         out.mkdir(parents=True, exist_ok=True)
     setup = Setup(0, n_heads, d_head, causal, backward)
     most_bytes = min(MOST_BYTES, available_memory() // 2)
     cells: list[BenchCell] = []
     with LocalRunner() as runner:
         for contender in contenders:
-            known: BenchCell | None = None
+            last: BenchCell | None = None  # the last cell that was measured
             for length in lengths:
-                cell = _measure_cell(runner, contender, replace(setup, length=length), known, most_bytes)
-                known = cell if cell.skipped is None else known
+                cell = _measure_cell(runner, contender, replace(setup, length=length), last, most_bytes)
+                last = cell if cell.skipped is None else last
                 cells.append(cell)
                 result = cell.skipped
                 if cell.seconds is not None and cell.peak_bytes is not None:
@@ -352,26 +361,27 @@ def bench_attention(
     if files:
         from .sweep_figures import draw_attention_bench
 
-        files[0].write_text(bench.to_text() + "\n", encoding="utf-8")
-        files[1].write_text(json.dumps(bench.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_atomic(files[0], f"{bench.to_text()}\n".encode())
+        write_atomic(files[1], f"{json.dumps(bench.to_dict(), indent=2, allow_nan=False)}\n".encode())
         draw_attention_bench(bench, files[2])
     return bench
 
 
 def _measure_cell(
-    runner: Runner, contender: Contender, setup: Setup, known: BenchCell | None, most_bytes: int
+    runner: Runner, contender: Contender, setup: Setup, shorter: BenchCell | None, most_bytes: int
 ) -> BenchCell:
-    needs = contender.predict_bytes(setup)
-    if needs > most_bytes:
-        reason = f"needs {_format_bytes(needs)}, more than the {_format_bytes(most_bytes)} allowed"
+    """Measure one cell, or skip it; ``shorter`` is a measurement at a shorter length, from which time is predicted."""
+    n_bytes = contender.predict_bytes(setup)
+    if n_bytes > most_bytes:
+        reason = f"needs {_format_bytes(n_bytes)}, more than the {_format_bytes(most_bytes)} allowed"
         return BenchCell(contender.name, setup.length, skipped=reason)
-    if known is None and setup.length > PILOT:
-        known = _run_cell(runner, contender, replace(setup, length=PILOT))
-    if known is not None and known.seconds is not None:
-        takes = known.seconds * (setup.length / known.length) ** contender.grows
-        if takes > contender.most_seconds:
-            reason = f"would take about {takes:.1f} s, more than the {contender.most_seconds:g} s allowed"
-            return BenchCell(contender.name, setup.length, threads=known.threads, skipped=reason)
+    if shorter is None and setup.length > PILOT:
+        shorter = _run_cell(runner, contender, replace(setup, length=PILOT))
+    if shorter is not None and shorter.seconds is not None:
+        seconds = shorter.seconds * (setup.length / shorter.length) ** contender.grows
+        if seconds > contender.most_seconds:
+            reason = f"would take about {seconds:.1f} s, more than the {contender.most_seconds:g} s allowed"
+            return BenchCell(contender.name, setup.length, threads=shorter.threads, skipped=reason)
     return _run_cell(runner, contender, setup)
 
 

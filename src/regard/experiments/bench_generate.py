@@ -1,7 +1,7 @@
-"""``regard bench generate``: how fast a model writes, by batch, beam and kind of weights, and what its cache holds.
+"""``regard bench generate``: the speed of generation, by batch, beam and type of weights.
 
-Prompts are random tokens: the time of a step does not depend on which they are. Texts do not end before they are full.
-The first token's time is that of a call for one token, prompt included; the rest is what each further token costs.
+Prompts are random tokens, as the time of a step does not depend on them. Texts do not end early. The time of the first
+token is that of a call for one token, including the prompt; the rest is divided among the further tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class GenerationSpeed:
-    """One case: the best of a few calls."""
+    """One combination, as the best of a few calls."""
 
     weights: WeightDtype
     batch: int
@@ -47,7 +47,7 @@ class GenerateBench:
     cases: list[GenerationSpeed]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON."""
+        """All figures, as JSON-compatible values."""
         return {**asdict(self), "torch": torch.__version__}
 
     def to_text(self) -> str:
@@ -71,14 +71,14 @@ def bench_generate(
     rounds: int = _ROUNDS,
     progress: Callable[[str], None] = lambda line: None,
 ) -> GenerateBench:
-    """Tokens a second of every combination; the model is left as it was."""
+    """Tokens per second of every combination of weights, batch and beam; the model is not changed."""
     config = model.config
     if not getattr(model, "head", None) or config.source == "image" or config.head != "lm":
-        raise ValueError(f"{name} writes no text after text; this benchmark needs a model that does")
-    room = config.max_len if config.architecture == "decoder" else (config.max_target_len or config.max_len)
-    asked = n_prompt + n_new if config.architecture == "decoder" else n_new + 1
-    if asked > room or n_prompt > config.max_len:
-        raise ValueError(f"{n_prompt} tokens and {n_new} new ones do not fit into max_len={room} of {name}")
+        raise ValueError(f"{name} does not generate text from text; this benchmark needs a model that does")
+    limit = config.max_len if config.architecture == "decoder" else (config.max_target_len or config.max_len)
+    length = n_prompt + n_new if config.architecture == "decoder" else n_new + 1
+    if length > limit or n_prompt > config.max_len:
+        raise ValueError(f"{n_prompt} tokens and {n_new} new ones do not fit into max_len={limit} of {name}")
     cases = []
     for kind in weights:
         ready: Any = model
@@ -111,7 +111,7 @@ def _measure_speed(
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    seconds(n_new)  # loads, packs and captures whatever there is
+    seconds(n_new)  # warm-up: loads kernels, packs weights, captures graphs
     first, whole = (min(seconds(n) for _ in range(rounds)) for n in (1, n_new))
     step = max(whole - first, 0.0) / max(1, n_new - 1)
     return GenerationSpeed(kind, batch, beam, first, step, batch * n_new / whole)

@@ -1,8 +1,8 @@
-"""``regard bench train``: how fast a training step is, beside plain torch and transformers in the same run.
+"""``regard bench train``: the speed of a training step, compared with plain torch and transformers.
 
-Tokens are random: the time of a step does not depend on which they are. A step is forward, backward, the norm of the
-gradient, AdamW; medians after a warm-up. Peers are written as their users write them, with autocast in half precision:
-a decoder as nanoGPT has it (vocabulary padded to a multiple of 64), an encoder-decoder around ``nn.Transformer``.
+Tokens are random, as the time of a step does not depend on them. A step is forward, backward, gradient clipping and
+AdamW; times are medians after a warm-up. The other contenders follow common practice, with autocast in half precision:
+a decoder like nanoGPT's (vocabulary padded to a multiple of 64), an encoder-decoder around ``nn.Transformer``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, TrainConfig
+from ..errors import first_line
 from ..hub.hf_config import transformers_twin
 from ..models.build import build
-from ..training.compilation import Compiled
+from ..models.model_flops import training_flops
+from ..training.compilation import Compiled, compiler_options
+from ..training.gradient_pass import GradientPass, should_capture
 from ..training.loss import Batch, Objective
 from ..training.optimiser import build_optimiser
 from ..training.parallel import Group, clip_grad_norm
@@ -33,12 +36,12 @@ from .benchmarking import format_table
 Contender = Literal["regard", "torch", "transformers"]
 CONTENDERS: tuple[Contender, ...] = ("regard", "torch", "transformers")
 _RECIPE = TrainConfig(lr=6e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-Step = Callable[[Batch], Tensor]  # one whole training step → its loss, still on the device
+Step = Callable[[Batch], Tensor]  # runs one training step and returns the loss, still on the device
 
 
 @dataclass(frozen=True)
 class TrainingSpeed:
-    """One contender: the median of its steps; ``memory`` of a GPU, at most; ``note`` where it could not be measured."""
+    """One contender: its median step time and peak GPU memory; ``note`` says why it could not be measured."""
 
     contender: str
     step_s: float | None = None
@@ -58,7 +61,7 @@ class TrainBench:
     cases: list[TrainingSpeed]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON."""
+        """All figures, as JSON-compatible values."""
         return {**asdict(self), "torch": torch.__version__}
 
     def to_text(self) -> str:
@@ -88,12 +91,12 @@ def bench_train(
     device: torch.device | str = "cpu",
     progress: Callable[[str], None] = lambda line: None,
 ) -> TrainBench:
-    """Tokens a second of each contender at one shape; of an encoder-decoder its target tokens, sources as long.
+    """Tokens per second of each contender at one shape; an encoder-decoder has sources of the same length, not counted.
 
-    ``precision`` auto: bf16 where a GPU has it, else fp32. ``compile`` None: on a GPU.
+    ``precision="auto"`` is bf16 on a GPU that supports it, else fp32. ``compile=None`` compiles on a GPU only.
     """
     if config.head != "lm" or config.source != "text" or config.architecture not in ("decoder", "encoder-decoder"):
-        raise ValueError(f"{name} is no decoder or encoder-decoder of text; this benchmark needs one")
+        raise ValueError(f"{name} is not a decoder or encoder-decoder of text, which this benchmark needs")
     if length > config.max_len:
         raise ValueError(f"{length} tokens do not fit into max_len={config.max_len} of {name}")
     device, cases = torch.device(device), []
@@ -101,16 +104,16 @@ def bench_train(
     if precision == "auto":
         precision = "bf16" if on_gpu and "bf16" in supported_precisions(device) else "fp32"
     compile, how = on_gpu if compile is None else compile, Precision(precision, device)
-    made = random_batch(config, batch, length).to(device)
+    inputs = random_batch(config, batch, length).to(device)
     for contender in contenders:
         progress(f"{contender}, {batch} × {length}")
         torch.manual_seed(0)
         try:
             with how.settings():
-                seconds, memory = measure_steps(STEPS[contender](config, how, compile), made, device, steps)
+                seconds, memory = measure_steps(STEPS[contender](config, how, compile), inputs, device, steps)
             cases.append(TrainingSpeed(contender, seconds, batch * length / seconds, memory))
         except (ImportError, ValueError, torch.OutOfMemoryError) as error:
-            cases.append(TrainingSpeed(contender, note=str(error).splitlines()[0]))
+            cases.append(TrainingSpeed(contender, note=first_line(error)))
     where = torch.cuda.get_device_name(device) if on_gpu else device.type
     return TrainBench(name, where, batch, length, precision, compile, cases)
 
@@ -125,7 +128,9 @@ def random_batch(config: ModelConfig, batch: int, length: int) -> Batch:
 
 
 def measure_steps(step: Step, batch: Batch, device: torch.device, steps: int) -> tuple[float, int | None]:
-    """The median seconds of a step, and the most GPU memory. On a GPU the host never waits within the measurement."""
+    """The median seconds of a step, and the peak GPU memory. On a GPU, events time the steps without synchronising."""
+    if device.type == "cuda":  # before the warm-up: replaying a CUDA graph does not count its memory
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         step(batch)
     if device.type != "cuda":
@@ -136,7 +141,6 @@ def measure_steps(step: Step, batch: Batch, device: torch.device, steps: int) ->
             times.append(time.perf_counter() - start)
         return statistics.median(times), None
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
@@ -151,44 +155,46 @@ def measure_steps(step: Step, batch: Batch, device: torch.device, steps: int) ->
 
 
 def regard_step(config: ModelConfig, precision: Precision, compile: bool) -> Step:
-    """The loop's own step without the loop: what ``regard train`` can reach at most."""
+    """The step of the training loop without the loop: an upper limit of the speed of ``regard train``."""
     model = build(config).to(precision.device)
     objective = Objective(model).train()
     working = None
     if uses_working_weights(precision, Group(device=precision.device)):
         working = WorkingWeights(objective, fp8=precision.name == "fp8")
     inner = objective if working is None else working.objective
-    module: nn.Module = Compiled(inner) if compile else inner
+    gradient_pass: GradientPass | None = None
     optimiser = build_optimiser(model, _RECIPE)
 
     def step(batch: Batch) -> Tensor:
-        with precision.forward():
-            loss = module(batch) / batch.targets.numel()
-        precision.backward(loss)
-        if working is not None:
-            working.hand_over_gradients()
+        nonlocal gradient_pass
+        if gradient_pass is None:
+            flops = len(batch.targets) * training_flops(config, batch.targets.shape[1])
+            module = Compiled(inner, options=compiler_options(flops, precision.device)) if compile else inner
+            gradient_pass = GradientPass(module, precision, working, should_capture(objective, flops, working, 1))
+        loss = gradient_pass.run(batch, 1 / batch.targets.numel())
         clip_grad_norm(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
         if working is not None:
             working.refresh()
-        return loss.detach()
+        return loss
 
     return step
 
 
 def plain_step(module: nn.Module, precision: Precision, compile: bool) -> Step:
-    """How nanoGPT's ``train.py`` makes a step: fp32 weights, autocast, fused AdamW."""
+    """A step as in nanoGPT's ``train.py``: fp32 weights, autocast, fused AdamW."""
     module.to(precision.device).train()
-    fast: Any = torch.compile(module) if compile else module
-    matrices, others = [p for p in module.parameters() if p.dim() > 1], [p for p in module.parameters() if p.dim() < 2]
+    run: Any = torch.compile(module) if compile else module
+    matrices = [p for p in module.parameters() if p.dim() > 1]
+    others = [p for p in module.parameters() if p.dim() < 2]
     groups: Any = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, 6e-4, (0.9, 0.95), fused=precision.device.type == "cuda")
     forward: Callable[[], AbstractContextManager[Any]] = precision.forward
 
     def step(batch: Batch) -> Tensor:
         with forward():
-            loss = fast(*batch.inputs, batch.targets)
+            loss = run(*batch.inputs, batch.targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         adam.step()
@@ -217,7 +223,7 @@ class PlainDecoderLayer(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT-2 as nanoGPT has it: tied head, vocabulary padded to 64s.   tokens, targets (B, T) → mean loss"""
+    """GPT-2 like nanoGPT's: tied head, vocabulary padded to a multiple of 64.   tokens, targets (B, T) → mean loss"""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -257,12 +263,12 @@ class PlainTranslator(nn.Module):
         return F.cross_entropy(F.linear(states, self.token.weight).flatten(0, 1), targets.flatten())
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.dropout(self.token(tokens) * self.scale + self.position(places))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.token(tokens) * self.scale + self.position(positions))
 
 
 class HuggingFaceLoss(nn.Module):
-    """A model of transformers with the mean loss of its logits, so that no label is shifted twice."""
+    """A transformers model with the mean loss of its logits; its own loss would shift the labels a second time."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""``regard.cost``: what a model costs before it is built: parameters, operations, memory, cache, time.
+"""``regard.cost``: the cost of a model before it is built: parameters, operations, memory, cache, time.
 
-Every figure comes from the config alone, in a second and without a GPU. Times are floors; the rest was compared with
-measurements (docs/cost.md): operations with torch's counter, caches with the cache objects, training memory with a
-GPU's allocator.
+Every figure is computed from the config alone, in a second and without a GPU. Times are lower bounds; the other figures
+were compared with measurements (docs/cost.md): operations with torch's counter, caches with the cache objects, training
+memory with a GPU's allocator.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ def cost(
     cache: CacheDtype = "bf16",
     **fields: Any,
 ) -> Cost:
-    """The cost of a preset, a ModelConfig, a built model, a run or a model directory, any field of it overridden.
+    """The cost of a preset, a ModelConfig, a built model, a run or a model directory; ``fields`` override its config.
 
-    ``length`` is that of the text (beside an encoder: the target; None: max_len), ``source_length`` that of the source.
-    ``train`` says how it is trained: precision, optimiser, checkpointing, ema, accumulate, label_smoothing. ``device``
-    sets the floors under the times, ``cache`` the dtype of the KV cache.
+    length         tokens of the text, or of the target in an encoder-decoder; None: max_len
+    source_length  tokens of the source in an encoder-decoder
+    train          precision, optimiser, checkpointing, ema, accumulate and label_smoothing of training
+    device         the device whose speeds give the lower bounds of the times
+    cache          the dtype of the KV cache
     """
     name, config, recipe = resolve_model(model, fields)
+    if config.model_class is not None:
+        raise ValueError(f"model_class={config.model_class!r} is your own: cost counts what the built-in classes do")
     if cache not in CACHE_DTYPE_BYTES:
-        raise UsageError(f"cache={cache!r} is none of {', '.join(CACHE_DTYPE_BYTES)}")
+        raise UsageError(f"cache={cache!r} is not one of {', '.join(CACHE_DTYPE_BYTES)}")
     if length is None:
         limit = config.max_target_len if config.architecture == "encoder-decoder" else None
         patches = n_patches(config) if config.architecture == "encoder" and config.source == "image" else None
@@ -86,12 +90,12 @@ def cost(
 def resolve_model(
     model: str | Path | ModelConfig | Model, fields: dict[str, Any]
 ) -> tuple[str, ModelConfig, TrainConfig]:
-    """Name, config and recipe of what was given; only configs are read, never weights."""
+    """The name, config and training config of a model; reads configs only, never weights."""
     name, recipe = str(model), TrainConfig()
     if isinstance(model, Model | ModelConfig):
         name, config = "the given model", model if isinstance(model, ModelConfig) else model.config
     elif not Path(model).is_dir() and (name in PRESETS or not Path(model).exists()):
-        config = preset(name)  # of an unknown name it says which there are
+        config = preset(name)  # its error for an unknown name lists the presets
     else:
         from ..hub import read_config
         from ..hub.hf_directory import Directory
@@ -120,20 +124,22 @@ def _check_lengths(config: ModelConfig, batch: int, length: int, source_length: 
     limited = config.positions == "learned" or config.mixing.built_for_length
     if config.architecture == "recurrent" or not limited:
         return
-    why = "learned positions end" if config.positions == "learned" else f"mixer={config.mixer!r} is built for that"
+    reason = f"for which mixer={config.mixer!r} is built"
+    if config.positions == "learned":
+        reason = "where learned positions end"
     field = "max_target_len" if has_source and config.max_target_len else "max_len"
     limit = getattr(config, field)
     if length > limit and (config.architecture != "encoder" or config.source == "text"):
-        raise UsageError(f"length={length} is longer than {field}={limit}, where {why}")
+        raise UsageError(f"length={length} is longer than {field}={limit}, {reason}")
     if source_length is not None and config.source == "text" and source_length > config.max_len:
-        raise UsageError(f"source_length={source_length} is longer than max_len={config.max_len}, where {why}")
+        raise UsageError(f"source_length={source_length} is longer than max_len={config.max_len}, {reason}")
 
 
 def _setting(
     config: ModelConfig, train: TrainConfig, device: Device, batch: int, length: int, source_length: int | None
 ) -> Setting:
     precision: Precision = "fp32" if device.name == CPU else device.half_type
-    if train.precision != "auto":  # fp8 is bf16 but inside the products
+    if train.precision != "auto":  # fp8 training uses bf16 outside of matrix products
         precision = "bf16" if train.precision == "fp8" else train.precision
     return Setting(
         batch,
@@ -147,6 +153,8 @@ def _setting(
         accumulate=train.accumulate,
         smoothing=train.label_smoothing,
         counted=0.15 if config.head == "masked-lm" else 1.0,
+        working=precision == "bf16" and device.name != CPU,
+        logit_bytes=Setting.logit_bytes if device.memory is None else device.memory / 16,
     )
 
 
@@ -159,12 +167,12 @@ def _flops_amount(flops: list[Flops], field: str) -> Amount:
 
 
 def _flops_of_all_experts(config: ModelConfig, batch: int, length: int, source_length: int | None) -> float:
-    every = config if config.experts is None else config.with_(experts_per_token=config.experts)
-    return sum(part.forward for part in count(every, batch, length, source_length))
+    dense = config if config.experts is None else config.with_(experts_per_token=config.experts)
+    return sum(part.forward for part in count(dense, batch, length, source_length))
 
 
 def _attention_matrix(config: ModelConfig, setting: Setting) -> Amount:
-    """B · H · T · S numbers a layer; what has no scores of pairs has no matrix."""
+    """B · H · T · S numbers per layer; a mechanism without pairwise scores has no matrix."""
     parts: dict[str, float] = {}
     for stack in stacks_of(config, setting.length, setting.source_length):
         rows = setting.width * setting.batch * stack.n_layers * stack.n_heads * stack.length

@@ -1,8 +1,8 @@
-"""Speeds of devices by their makers' figures, and the least times that follow from them; a CPU is measured instead.
+"""Device speeds from the makers' figures, and lower bounds of times that follow from them; a CPU is measured instead.
 
-A floor is the longer of two times: operations at the device's best speed, and bytes that must move at its bandwidth.
-Weights and caches are taken to lie in the device's memory; what is so small that it stays in the processor's own cache
-does not move, and only its operations are a floor.
+A floor is the larger of two times: operations at the device's peak speed, and bytes to be moved at its bandwidth.
+Weights and caches are assumed to be in the device's memory. A model small enough to stay in the processor's own cache
+moves nothing, and only the time of its operations is a lower bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .memory_estimate import Precision, Setting, TrainingMemory
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """What a program reached on such a device: below the maker's figures, and no floor."""
+    """Speeds that a program reached on a device; below the maker's figures, so times at them are not lower bounds."""
 
     half: float
     bandwidth: float
@@ -41,23 +41,23 @@ class Device:
     """The speeds of one device."""
 
     name: str
-    half: float  # operations a second in dense bf16 or fp16 matrix products
-    single: float  # the same in fp32; in TF32 where it has that, as training here uses it
-    bandwidth: float  # bytes a second to and from memory
-    memory: float | None  # bytes, a maker's GB as 10⁹ of them; None: not known
-    half_type: Precision = "bf16"  # fp16 on devices that came before bf16
-    single_type: str = "TF32"  # what ``single`` is the speed of: TF32 or fp32
+    half: float  # operations per second in dense bf16 or fp16 matrix products
+    single: float  # the same in fp32, or in TF32, which training uses, if the device has it
+    bandwidth: float  # bytes per second to and from memory
+    memory: float | None  # bytes, a GB being 10⁹; None: unknown
+    half_type: Precision = "bf16"  # fp16 on devices without bf16
+    single_type: str = "TF32"  # the type that ``single`` is the speed of: TF32 or fp32
     source: str = "the maker's figures, dense"
-    ceiling: bool = True  # whether no program can be faster; False for a speed measured by one program
+    ceiling: bool = True  # whether the speeds are upper limits; False for a CPU, whose speeds are measured
     reached: MeasuredSpeed | None = None
 
     @property
     def wording(self) -> str:
-        """Times at a measured speed are no lower bounds: another program may be faster."""
+        """How tables describe the times; at measured speeds they are not lower bounds."""
         return "at least" if self.ceiling else "at measured speed"
 
 
-# The name a GPU gives itself (operations: the table of training.precision), memory in GB, bandwidth in TB/s.
+# gpu is the name in the table of peak speeds in training.precision; memory in GB, bandwidth in TB/s.
 with (files(__package__) / "cost_devices.tsv").open(encoding="utf-8") as _lines:
     _TABLE = {row["name"]: row for row in csv.DictReader(_lines, delimiter="\t")}
 _MEASURED = {"h200": MeasuredSpeed(804e12, 4.27e12, "one bf16 product of 8192³, one copy (torch 2.11)")}
@@ -66,7 +66,7 @@ COST_DEVICES = (*_TABLE, CPU)
 
 
 def find_device(name: str) -> Device:
-    """The device of that name; ``cpu`` is this machine, measured for a moment."""
+    """The device called ``name``; ``cpu`` is this machine, which is measured briefly."""
     if name == CPU:
         return _measure_cpu()
     if name not in _TABLE:
@@ -82,7 +82,7 @@ def find_device(name: str) -> Device:
 
 
 def _measure_cpu() -> Device:
-    """The best of a few products and copies on this machine, now."""
+    """This machine, by the best of a few matrix products and copies."""
     n = 1024
     matrices = [torch.ones(n, n, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     single, half = (2 * n**3 / _best_time(torch.mm, x, x.clone()) for x in matrices)
@@ -91,27 +91,27 @@ def _measure_cpu() -> Device:
     try:
         pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         memory = float(pages * size) if pages > 0 and size > 0 else None
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, other systems not these names
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf, and other systems may lack these names
         memory = None
     how = "measured here, now, by one product and one copy"
     return Device(CPU, half, single, bandwidth, memory, "bf16", "fp32", how, ceiling=False)
 
 
 def _best_time(work: Callable[..., object], *arguments: Tensor) -> float:
-    """Seconds of the fastest of three runs after a first one."""
+    """Seconds of the fastest of three runs, after a warm-up."""
     return min(timeit.repeat(lambda: work(*arguments), number=1, repeat=4)[1:])
 
 
-# ------------------------------------------------------------------------------------- least times
+# ------------------------------------------------------------------------------------- lower bounds of times
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Seconds at the device's figures: a lower bound where those are its ceilings."""
+    """Seconds at the device's speeds: a lower bound if those are upper limits."""
 
-    compute: float  # of the operations at the device's best
-    bandwidth: float  # of the bytes that have to move
-    measured: float | None = None  # the longer of both at measured speeds; None where none are known
+    compute: float  # time of the operations at the device's peak speed
+    bandwidth: float  # time to move the bytes
+    measured: float | None = None  # the larger of the two at measured speeds; None if those are unknown
 
     @property
     def seconds(self) -> float:
@@ -131,7 +131,7 @@ def time_floors(
     memory: TrainingMemory | None,
     cache: list[CacheLayer],
 ) -> dict[str, Floor]:
-    """Of a forward pass, a training step, and the last token of each text in decoding."""
+    """Floors for a forward pass, a training step, and decoding the last token of each text."""
     size, fused = setting.width, setting.attention == "fused"
     forward = sum(part.forward_seen if fused else part.forward for part in flops)
     backward = sum(part.backward_seen if fused else part.backward for part in flops)
@@ -141,8 +141,8 @@ def time_floors(
     if memory is not None:
         number, passes = sum(group.number for group in groups), setting.accumulate
         recomputed = forward if setting.checkpointing else 0.0
-        # Weights are read forward and backward, saved tensors written and read; then, once a step, gradients are
-        # written and read, and weights, the optimiser's state and the moving average read and written.
+        # Each pass reads the weights forward and backward, and writes and reads the saved tensors. Each step writes and
+        # reads the gradients, and reads and writes the weights, the optimiser's state and the moving average.
         moved = passes * (2.0 * size * n_read + 2 * sum(memory.by_part.values()))
         moved += 8.0 * number + 8.0 * number + 2 * memory.optimiser + 2 * memory.ema
         floors["training step"] = _floor(device, setting, passes * (forward + backward + recomputed), moved)
@@ -159,7 +159,7 @@ def _floor(device: Device, setting: Setting, operations: float, moved: float) ->
 
 
 def _numbers_read(config: ModelConfig, groups: Iterable[ParameterGroup]) -> float:
-    """Weights that every pass reads. A table is only looked up, but one tied to the output matrix is read as that."""
+    """The weights that every pass reads: not embedding tables, except one that is also the output matrix."""
     number = sum(group.number for group in groups)
     tied = config.tie_head and config.head in ("lm", "masked-lm")
     return number + (config.output_vocab_size * (config.d_embed or config.d_model) if tied else 0)
@@ -168,13 +168,13 @@ def _numbers_read(config: ModelConfig, groups: Iterable[ParameterGroup]) -> floa
 def _decode_floor(
     config: ModelConfig, device: Device, setting: Setting, groups: list[ParameterGroup], cache: list[CacheLayer]
 ) -> Floor:
-    """The last token of a text of ``length``: the decoder's weights are read, and the positions it may look at."""
+    """The last token of a text reads the decoder's weights, and the cache at the positions that it attends to."""
     n_read = _numbers_read(config, (group for group in groups if group.part in ("decoder", "head")))
     moved = setting.width * (n_read - _source_projection_size(config, setting))
     for layer in cache:
         n = setting.length
         positions: float = layer.tokens
-        if layer.kind == "all" and config.sparsity != "none" and n > 1:  # as many as the last token sees
+        if layer.kind == "all" and config.sparsity != "none" and n > 1:  # only the positions that the last token sees
             now, before = (t * keys_per_query(config, layer.layer, t, causal=True) for t in (n, n - 1))
             positions = now - before
         moved += layer.place * positions
@@ -182,9 +182,9 @@ def _decode_floor(
 
 
 def last_token_flops(config: ModelConfig, setting: Setting) -> float:
-    """Operations of the last token of each text: those of the whole text less those of a text one token shorter.
+    """Operations of the last token of each text: those of the whole text minus those of a text one token shorter.
 
-    For a text of one token the second stands in: the first also computes the source's keys.
+    A text of one token is given the cost of a second token, because the first also computes the source's keys.
     """
     length, source = max(2, setting.length), source_tokens(config, setting)
 
@@ -196,7 +196,7 @@ def last_token_flops(config: ModelConfig, setting: Setting) -> float:
 
 
 def source_tokens(config: ModelConfig, setting: Setting) -> int | None:
-    """Positions of the source, where there is one beside the text."""
+    """The number of source positions; None for a model without a source."""
     if config.architecture == "recurrent":
         return setting.length if setting.source_length is None else setting.source_length
     if config.architecture == "encoder-decoder":
@@ -205,7 +205,7 @@ def source_tokens(config: ModelConfig, setting: Setting) -> int | None:
 
 
 def _source_projection_size(config: ModelConfig, setting: Setting) -> float:
-    """Weights of the decoder that project the source to keys and values: not read again after the first token."""
+    """The decoder weights that project the source to keys and values, which are read for the first token only."""
     if config.architecture == "recurrent":
         return config.d_model**2 if config.alignment in ("additive", "concat") else 0
     if config.architecture != "encoder-decoder":

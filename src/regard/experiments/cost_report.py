@@ -1,4 +1,4 @@
-"""A cost as tables for people, one JSON document for machines, and a figure."""
+"""A cost as text tables, a JSON document and a figure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .memory_estimate import Setting, TrainingMemory
 
 @dataclass(frozen=True)
 class Amount:
-    """A quantity and its parts: ``float(amount)`` is the sum, ``amount["decoder"]`` that of the parts of one name."""
+    """A quantity and its parts: ``float(amount)`` is the total, ``amount["decoder"]`` that of the decoder's parts."""
 
     parts: Mapping[str, float]
     unit: str = "bytes"
@@ -36,7 +36,7 @@ class Amount:
         return int(self.total)
 
     def __getitem__(self, name: str) -> float:
-        """Of the parts that are called this, or begin with it."""
+        """The sum of the parts called ``name`` or beginning with it."""
         values = [value for part, value in self.parts.items() if part == name or part.startswith(f"{name} ")]
         if not values:
             raise KeyError(name)
@@ -58,45 +58,45 @@ class TrainingVariant:
 
 @dataclass(frozen=True)
 class Cost:
-    """What ``cost`` computed. Amounts have a total and parts; all memory is in bytes, all times in seconds."""
+    """The result of ``cost``. Amounts have a total and parts; memory is in bytes, times are in seconds."""
 
     name: str
     config: ModelConfig
     setting: Setting
     device: Device
     parameters: Amount
-    flops_forward: Amount  # every query against every key: what torch's counter sees of the plain formula
+    flops_forward: Amount  # every query against every key, as torch's counter counts the plain formula
     flops_backward: Amount
-    flops_forward_seen: Amount  # only the pairs a mask lets through: about half of causal attention
+    flops_forward_seen: Amount  # without the pairs that a mask hides; about half of causal attention
     flops_backward_seen: Amount
-    flops_all_experts: float  # forward, did every token go through every expert; without experts as flops_forward
-    attention_matrix: Amount  # weights of all pairs, were they stored, in the precision of the products
+    flops_all_experts: float  # forward, if every token went through every expert; equals flops_forward without experts
+    attention_matrix: Amount  # all attention weights, if they were stored, in the precision of the matrix products
     kv_cache: Amount
     cache_layers: tuple[CacheLayer, ...]
     cache_numbers: CacheDtype
     training: TrainingMemory | None  # None for recurrent models
     variants: tuple[TrainingVariant, ...]
-    floors: dict[str, Floor]  # of a forward pass, a training step, and the last token of each text in decoding
-    crossover: dict[str, float | None]  # lengths from which attention outweighs matrices; None: it never does
+    floors: dict[str, Floor]  # for a forward pass, a training step, and decoding the last token of each text
+    crossover: dict[str, float | None]  # lengths from which attention takes more operations than matrices; None: never
     layer_kinds: tuple[LayerKind, ...]
 
     @property
     def active_parameters(self) -> float:
-        """Parameters that one token meets: all but those of the experts it does not go through."""
+        """The parameters that one token uses: all except those of experts it is not routed to."""
         experts = sum(n for part, n in self.parameters.parts.items() if part.endswith(f" {EXPERTS}"))
         share = 1.0 if self.config.experts is None else self.config.experts_per_token / self.config.experts
         return self.parameters.total - experts * (1 - share)
 
     @property
     def activations(self) -> Amount:
-        """What autograd saves of a forward pass, by part."""
+        """The bytes that autograd saves in a forward pass, by part."""
         if self.training is None:
             raise ValueError("architecture='recurrent': training memory is predicted for Transformers only")
         copies = {"copies of weights": self.training.copies} if self.training.copies else {}
         return Amount({**self.training.by_part, **({} if self.setting.checkpointing else copies)})
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON."""
+        """All figures, as JSON-compatible values."""
         from ..hub import changed_fields
 
         flops = ("flops_forward", "flops_backward", "flops_forward_seen", "flops_backward_seen")
@@ -122,7 +122,7 @@ class Cost:
         }
 
     def to_text(self, training: bool = True) -> str:
-        """All tables, one below the other."""
+        """All tables, one after the other."""
         lengths = [[f"  {name}", "never" if n is None else f"{n:,.0f}", ""] for name, n in self.crossover.items()]
         crossover = format_table([["where attention passes the matrices", "length", ""], *lengths])
         blocks = [headline(self), _parameter_table(self), _flops_table(self), _inference_table(self)]
@@ -130,7 +130,7 @@ class Cost:
         return "\n\n".join([*blocks, _time_table(self, training), crossover, _layer_kind_table(self)])
 
     def draw(self, file: str | Path) -> Path:
-        """A figure, PNG, SVG or PDF by the name: what computes, grows with length, training holds, decoding keeps."""
+        """Draw operations, their growth with length, training memory and cache; ``file`` is a PNG, SVG or PDF."""
         file = Path(file)
         check_plot(file)
         figure = new_figure(14, 9.4, dpi=130)
@@ -173,10 +173,10 @@ def format_seconds(seconds: float) -> str:
 
 def headline(cost: Cost) -> str:
     setting, source = cost.setting, source_tokens(cost.config, cost.setting)
-    beside = "" if source is None else f", source of {source}"
+    source_text = "" if source is None else f", source of {source}"
     return (
         f"{cost.name}: {cost.config.architecture}, {format_count(cost.parameters.total)} parameters; "
-        f"batch {setting.batch}, length {setting.length}{beside}, {setting.precision}"
+        f"batch {setting.batch}, length {setting.length}{source_text}, {setting.precision}"
     )
 
 
@@ -185,7 +185,7 @@ def _parameter_table(cost: Cost) -> str:
     parts = [[f"  {part}", f"{n:,.0f}", f"{100 * n / total:.1f} %"] for part, n in cost.parameters.parts.items() if n]
     if cost.config.experts is not None:
         active = cost.active_parameters
-        which = f"  active: {cost.config.experts_per_token} of {cost.config.experts} experts a token"
+        which = f"  active: {cost.config.experts_per_token} of {cost.config.experts} experts per token"
         parts.append([which, f"{active:,.0f}", f"{100 * active / total:.1f} %"])
     return format_table([["parameters", "number", "share"], *parts, ["  all", f"{total:,.0f}", ""]])
 
@@ -197,7 +197,7 @@ def _flops_table(cost: Cost) -> str:
         rows.append([f"  {part}", *(format_count(column.parts[part]) for column in columns)])
     rows.append(["  all", *(format_count(column.total) for column in columns)])
     if cost.config.experts is not None:
-        rows.append(["  all, were every expert used", format_count(cost.flops_all_experts), "", "", ""])
+        rows.append(["  all, if every expert were used", format_count(cost.flops_all_experts), "", "", ""])
     return f"{format_table(rows)}\n  seen: pairs of tokens that a mask hides are not counted"
 
 
@@ -210,14 +210,14 @@ def _inference_table(cost: Cost) -> str:
     ]
     if cost.cache_layers:
         rows.append(["  KV cache", format_bytes(cost.kv_cache.total), cost.cache_numbers])
-    alike: dict[tuple[str, int, int], list[int]] = {}  # layers whose caches are alike share a line
+    equal_layers: dict[tuple[str, int, int], list[int]] = {}  # layers with equal caches share a line
     for layer in cost.cache_layers:
-        alike.setdefault((layer.kind, layer.tokens, layer.bytes), []).append(layer.layer)
-    for (kind, tokens, size), layers in alike.items():
+        equal_layers.setdefault((layer.kind, layer.tokens, layer.bytes), []).append(layer.layer)
+    for (kind, tokens, size), layers in equal_layers.items():
         which = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({layers[0]} to {layers[-1]})"
-        what = {"all": "every token", "window": "a window", "cross": "the source"}.get(kind, kind)
+        scope = {"all": "every token", "window": "a window", "cross": "the source"}.get(kind, kind)
         total, each = format_bytes(size * len(layers)), format_bytes(size)
-        rows.append([f"    {which}, {what}: {tokens}", total, f"{each} each"])
+        rows.append([f"    {which}, {scope}: {tokens}", total, f"{each} each"])
     return format_table(rows)
 
 
@@ -228,7 +228,7 @@ def _training_table(cost: Cost) -> str:
     how = f"{setting.optimiser}, {setting.attention} attention" + (", checkpointed" if setting.checkpointing else "")
     rows = [
         [f"memory of a training step ({how})", "bytes", ""],
-        ["  weights, fp32", format_bytes(memory.weights), ""],
+        ["  weights, fp32 and bf16" if setting.working else "  weights, fp32", format_bytes(memory.weights), ""],
         ["  gradients", format_bytes(memory.gradients), ""],
         ["  optimiser's state", format_bytes(memory.optimiser), setting.optimiser],
         *([["  moving average", format_bytes(memory.ema), ""]] if memory.ema else []),
@@ -262,7 +262,7 @@ def _time_table(cost: Cost, training: bool) -> str:
     )
     if measured and (reached := device.reached) is not None:
         best = f"{format_count(reached.half)}FLOP/s, {format_count(reached.bandwidth)}B/s"
-        speeds += f"\n  as measured: the same at {best}, reached by {reached.how}; no floor"
+        speeds += f"\n  as measured: the same at {best}, reached by {reached.how}; not a lower bound"
     return format_table(rows) + "\n" + speeds
 
 
@@ -273,7 +273,7 @@ def _layer_kind_table(cost: Cost) -> str:
         path = f"{kind.path_text} = {kind.path:,.0f}"
         rows.append([f"  {kind.name}", kind.complexity, format_count(kind.flops), f"{kind.sequential:,.0f}", path])
     window = min(cost.config.window or max(1, length // 8), length)
-    note = f"steps: that wait for each other; path: between the two tokens farthest apart (k = 3, r = {window})"
+    note = f"steps: one after another; path: between the two tokens farthest apart (k = 3, r = {window})"
     return f"{format_table(rows)}\n  {note}"
 
 
@@ -312,15 +312,15 @@ class CostComparison:
 
 # ------------------------------------------------------------------------------------- figure
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision.
+# Okabe and Ito's palette, distinguishable with any kind of colour vision.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A7A7A", "#F0E442", "#000000")
 SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_plot(file: Path) -> None:
-    """Refuse a file that cannot become a figure before any work is done."""
+    """Raise UsageError for a file that cannot be drawn, before any work is done."""
     if file.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"--plot {file} is none of {', '.join(SUFFIXES)}")
+        raise UsageError(f"--plot {file} is not one of {', '.join(SUFFIXES)}")
     if not file.resolve().parent.is_dir():
         raise UsageError(f"--plot {file} cannot be written: there is no directory {file.parent}")
 
@@ -331,12 +331,13 @@ def _style(panel: Any, title: str, grid: str) -> None:
 
 
 def _write_instead(panel: Any, text: str) -> None:
+    """Replace a panel's contents by a text."""
     panel.text(0.5, 0.5, text, ha="center", color=SOFT, transform=panel.transAxes)
     panel.set_axis_off()
 
 
 def _style_lengths(panel: Any, length: int, xlabel: str) -> None:
-    """An axis of lengths, with a line at the one that was asked for."""
+    """Style an axis of lengths, with a line at the setting's length."""
     panel.axvline(length, color="#999999", linewidth=1, linestyle=":")
     panel.set_xlabel(xlabel, fontsize=10, color=INK)
     panel.set_ylim(bottom=0)
@@ -348,7 +349,7 @@ def _legend(panel: Any, **options: Any) -> None:
 
 
 def _draw_operations(panel: Any, cost: Cost) -> None:
-    """Forward, part by part, with what a mask hides paler."""
+    """Forward operations by part; those hidden by a mask are paler."""
     parts = [part for part, value in cost.flops_forward.parts.items() if value]
     full = [cost.flops_forward.parts[part] for part in parts]
     seen = [cost.flops_forward_seen.parts[part] for part in parts]
@@ -374,7 +375,7 @@ def _power_of_ten(largest: float) -> tuple[float, str]:
 
 
 def _draw_growth(panel: Any, cost: Cost) -> None:
-    """Operations per token: matrices are level, attention rises with the length."""
+    """Operations per token: constant for matrices, growing with length for attention."""
     length = cost.setting.length
     top = max(2.0 * (cost.crossover[ALL_PAIRS] or 4.0 * length), 2.0 * length)
     lengths = sorted({max(1, round(top * share)) for share in (0.002, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)})
@@ -391,14 +392,14 @@ def _draw_growth(panel: Any, cost: Cost) -> None:
         if label != "attention, seen" or values != curves["attention"]:
             panel.plot(lengths, [x / unit for x in values], color=colour, linestyle=dash, linewidth=2, label=label)
     panel.text(length, panel.get_ylim()[1], " this length", fontsize=9, color=SOFT, va="top")
-    panel.set_ylabel(f"10{power} operations a token, forward", fontsize=10, color=INK)
+    panel.set_ylabel(f"10{power} operations per token, forward", fontsize=10, color=INK)
     _style_lengths(panel, length, "length T")
     _style(panel, "What grows with the length", "both")
     _legend(panel, loc="upper left", bbox_to_anchor=(0.0, 0.93))
 
 
 def _draw_memory(panel: Any, cost: Cost) -> None:
-    """Training under four choices, stacked; what is left to the peak is needed for a moment only."""
+    """Training memory with and without fused attention and checkpointing; the last part is needed only at the peak."""
     memory = cost.training
     _style(panel, "Memory of a training step, GiB", "x")
     if memory is None:
@@ -423,12 +424,12 @@ def _draw_memory(panel: Any, cost: Cost) -> None:
 
 
 def _draw_cache(panel: Any, cost: Cost) -> None:
-    """KV cache against length, were keys of every head, of groups, of one head kept."""
+    """KV cache against length, with keys of every head, of groups, and of a single head."""
     config, setting = cost.config, cost.setting
     _style(panel, f"Cache of decoding, MiB, {cost.cache_numbers}, batch {setting.batch}", "both")
     if not cost.cache_layers or config.architecture == "recurrent":
-        why = "a recurrent state has one size at any length" if cost.cache_layers else "an encoder keeps none"
-        return _write_instead(panel, why)
+        reason = "a recurrent state has one size at any length" if cost.cache_layers else "an encoder has none"
+        return _write_instead(panel, reason)
     lengths = [max(1, round(setting.length * share / 8)) for share in range(1, 17)]
     stack = stacks_of(config, setting.length, setting.source_length)[-1]
     own = config.n_kv_heads or stack.n_heads

@@ -1,7 +1,8 @@
-"""What follows exactly from a config: parameters by part, the KV cache, and how operations grow with the length.
+"""Quantities that follow exactly from a config: parameters by part, the KV cache, growth of operations with length.
 
-Parameters are read off the model itself, built on the meta device, where nothing is allocated. The operations of a pass
-are counted in ``models.model_flops``; here is where attention overtakes the matrices, and table 1 of the paper.
+Parameters are counted in the model itself, built on the meta device, which allocates nothing. ``models.model_flops``
+counts the operations of a forward pass; this module computes the length from which attention takes more of them than
+the matrices, and table 1 of the paper.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _POSITION_BYTES = 8
 class ParameterGroup:
     """The parameters of one part of a model."""
 
-    part: str  # the stack, or embedding and head
+    part: str  # encoder, decoder, embedding, head or bridge
     kind: str
     number: int
-    cast: int  # those of them that a half-precision product copies
-    muon: int  # those that Muon trains where it is chosen
-    layers: int = 1  # layers they are spread over
+    cast: int  # how many of them autocast copies to half precision
+    muon: int  # how many of them Muon trains, if it is the optimiser
+    layers: int = 1  # the number of layers they belong to
 
 
 def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
-    """Every parameter once, tied ones where they are first met."""
+    """The parameters of a model by part and kind; tied parameters count once, at their first use."""
     model = build(config, device="meta")
     by_muon = {role.param for role in roles(model) if role.in_layer}
     products = (nn.Linear, nn.Conv2d, ExpertLinear)
@@ -51,7 +52,7 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
     in_experts = {p for x in model.modules() if isinstance(x, ExpertLinear) for p in x.parameters()}
     counts: dict[tuple[str, str], list[int]] = {}
     for name, p in model.named_parameters():
-        # Some matrices belong to no nn.Linear but are multiplied with all the same.
+        # Some matrices are used in products without being the weight of an nn.Linear.
         projects = name.endswith(("patches.weight", "head.weight", "w_r")) or ".mechanism.w_" in name
         is_bias = p.dim() == 1 and name.endswith(".bias") and any(f".{part}." in f".{name}" for part in _PRODUCTS)
         is_cast = p in multiplied or projects or is_bias
@@ -60,7 +61,7 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
         for n, counted in enumerate((True, is_cast, p in by_muon)):
             entry[n] += p.numel() if counted else 0
     layers = {name: sum(isinstance(x, Block) for x in stack.modules()) for name, stack in model.named_children()}
-    if config.share_layers:  # one block serves them all
+    if config.share_layers:  # all layers use one block
         layers = dict.fromkeys(layers, config.n_layers)
     return [
         ParameterGroup(part, kind, number, cast, muon, max(1, layers.get(part, 1)))
@@ -68,11 +69,26 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
     ]
 
 
-EXPERTS = "experts"  # the kind of parameters of which a token meets only a part
-_PRODUCTS = ("w_qkv", "w_query", "w_kv", "w_o", "w_in", "w_out", "transform", "projection", "patches", "out", "dense")
+EXPERTS = "experts"  # the kind of parameters of which each token uses only some
+_PRODUCTS = (
+    "w_qkv",
+    "w_query",
+    "w_kv",
+    "w_o",
+    "w_in",
+    "w_out",
+    "w_select",
+    "w_step",
+    "transform",
+    "projection",
+    "patches",
+    "out",
+    "dense",
+)
 _KINDS = {"attention": "attention", "cross_attention": "cross attention", "ff": "feed-forward"}
 _NORMS = ("attention_norm", "cross_norm", "ff_norm", "attention_output_norm", "cross_output_norm", "ff_output_norm")
-_KINDS |= dict.fromkeys((*_NORMS, "norm"), "norms")
+_SCALES = ("attention_scale", "cross_scale", "ff_scale")
+_KINDS |= dict.fromkeys((*_NORMS, *_SCALES, "norm"), "norms")
 _KINDS |= {"rnn": "cells", "ahead": "cells", "back": "cells", "position_bias": "position bias"}
 
 
@@ -93,27 +109,29 @@ def _part_and_kind(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """What one layer keeps while decoding."""
+    """The cache of one layer during decoding."""
 
     layer: int
     kind: Literal["all", "window", "cross", "state", "memory"]
-    tokens: int  # positions whose keys and values are kept
+    tokens: int  # cached positions
     bytes: int
-    place: int  # bytes of the keys and values of one position, or of one recurrent state
+    place: int  # bytes per cached position, or of one recurrent state
 
 
 def kv_cache(
     config: ModelConfig, batch: int, length: int, source_length: int | None = None, dtype: CacheDtype = "bf16"
 ) -> list[CacheLayer]:
-    """Each layer's own cache, then what cross-attention keeps of the source, which is never stored as int8."""
-    if config.architecture == "encoder":
+    """The self-attention cache of each layer, then the cross-attention caches, which are never int8."""
+    if config.architecture in ("encoder", "two-tower"):
         return []
     size = CACHE_DTYPE_BYTES[dtype]
     if config.architecture == "recurrent":
         return _recurrent_cache(config, batch, length if source_length is None else source_length, max(2, size))
     stack = stacks_of(config, length, source_length)[-1]
-    if config.mixing.recurrent:
-        width = stack.q_width + 2 * (config.n_kv_heads or 1) * config.mixing.size_of(config.mixer_size)
+    if not config.mixing.by_token:  # no cache: the whole text is read again at every step
+        return []
+    if config.mixing.recurrent and config.mixing.conv_width is not None:
+        width = config.mixing.conv_width(config)
         state = 4 * stack.q_width * config.mixing.size_of(config.mixer_size)  # always fp32
         n_bytes = batch * (state + (config.conv_size - 1) * width * max(2, size)) + _POSITION_BYTES
         return [CacheLayer(layer, "state", 1, n_bytes, n_bytes) for layer in range(stack.n_layers)]
@@ -123,7 +141,7 @@ def kv_cache(
         slots = length if window is None or window >= length else window
         scales = stack.n_kv_heads * 4 if dtype == "int8" else 0
         place = 2 * batch * (stack.kv_width * size + scales)
-        n_bytes = (slots + 1) * (place + _POSITION_BYTES) + _POSITION_BYTES  # one extra slot takes the padding
+        n_bytes = (slots + 1) * (place + _POSITION_BYTES) + _POSITION_BYTES  # one extra slot for padding
         layers.append(CacheLayer(layer, "all" if slots == length else "window", slots, n_bytes, place))
     if stack.memory is not None:
         tokens = source_places(config, length, source_length)
@@ -133,7 +151,7 @@ def kv_cache(
 
 
 def _recurrent_cache(config: ModelConfig, batch: int, source: int, size: int) -> list[CacheLayer]:
-    """A state of constant size, a few earlier ones (for rewinding), and the source that attention reads."""
+    """A state of constant size, a few earlier states for rewinding, and the memory that attention reads."""
     n_layers = config.n_decoder_layers or config.n_layers
     input_feeding = config.alignment not in ("none", "additive") and config.input_feeding
     n_vectors = n_layers * (2 if config.cell == "lstm" else 1) + int(input_feeding)
@@ -149,7 +167,7 @@ def _recurrent_cache(config: ModelConfig, batch: int, source: int, size: int) ->
 # ------------------------------------------------------------------------------------- growth with the length
 
 PAPER, ALL_PAIRS, SEEN = "T²·d = T·d²", "all pairs = the layer's matrices", "the same, hidden pairs not counted"
-_MAX_TOKENS = 1 << 40  # what is not reached by then never is: keys grow with the length, or stop at a window
+_MAX_TOKENS = 1 << 40  # the longest length tried; with a window, attention may never reach the matrices
 
 
 def crossover(
@@ -157,7 +175,7 @@ def crossover(
 ) -> dict[str, float | None]:
     """The length from which attention takes more operations than the matrices of a layer, in three conventions.
 
-    T = d is the paper's. None: it never does. ``flops`` are those of this batch and length.
+    The first is the paper's, T = d. None means never. ``flops`` are those of this batch and length.
     """
     if config.architecture == "recurrent" or not config.mixing.pairs:
         return dict.fromkeys((PAPER, ALL_PAIRS, SEEN))
@@ -168,7 +186,7 @@ def crossover(
     keys_by_layer = [_keys_by_length(config, stack, layer) for layer in range(stack.n_layers)]
 
     def attention(keys: float) -> float:
-        """Of one token in one layer; Transformer-XL's distances cost as much again as its keys."""
+        """Operations of one token in one layer; Transformer-XL's relative positions add as much as its keys."""
         distances = 4.0 * stack.q_width * keys if config.positions == "xl" else 0.0
         return mixing_flops(config, stack, keys) + distances
 
@@ -179,28 +197,28 @@ def crossover(
     }
 
 
-def _shortest_length(flops_per_token: Callable[[int], float], wanted: float) -> float | None:
-    """The shortest length at which a token's attention takes ``wanted`` operations, by bisection."""
+def _shortest_length(flops_per_token: Callable[[int], float], target: float) -> float | None:
+    """The shortest length at which a token's attention takes ``target`` operations, by bisection."""
     low, high = 0, 1
-    while flops_per_token(high) < wanted:
+    while flops_per_token(high) < target:
         low, high = high, 2 * high
         if high > _MAX_TOKENS:
             return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if flops_per_token(middle) < wanted else (low, middle)
+        low, high = (middle, high) if flops_per_token(middle) < target else (low, middle)
     return float(high)
 
 
 def _keys_by_length(config: ModelConfig, stack: StackShape, layer: int) -> Callable[[int], float]:
-    """Keys that a query of this layer meets, as a function of the length."""
+    """The number of keys per query in this layer, as a function of the length."""
 
     def keys(n: int) -> float:
         return keys_per_query(config, layer, n, causal=stack.causal, has_memory=stack.memory is not None)
 
     if config.sparsity != "bigbird":
         return keys
-    # Counting its blocks pair by pair is too slow for long texts, but n whole blocks have a + b·n + c·n² pairs.
+    # Counting pairs of blocks is too slow for long texts, but n whole blocks have a + b·n + c·n² pairs.
     a, b, c = (n_blocks * config.sparsity_size for n_blocks in (8, 16, 32))
     u, v, w = (n * keys(n) for n in (a, b, c))
 
@@ -213,19 +231,19 @@ def _keys_by_length(config: ModelConfig, stack: StackShape, layer: int) -> Calla
 
 @dataclass(frozen=True)
 class LayerKind:
-    """A row of table 1 (Vaswani et al. 2017, §4): what a layer over T vectors of width d costs."""
+    """A row of table 1 (Vaswani et al. 2017, §4): the cost of a layer over T vectors of width d."""
 
     name: str
     complexity: str
-    flops: float  # the term of ``complexity``, multiplications and additions counted, for one text
-    projections: float  # operations of the layer's matrices beside that term
-    sequential: float  # steps that wait for each other
+    flops: float  # operations of the term ``complexity``, counting multiplications and additions, for one text
+    projections: float  # further operations, of the layer's projections
+    sequential: float  # steps that must run one after another
     path: float  # steps between the two positions farthest apart
     path_text: str
 
 
 def layer_kinds(length: int, width: int, kernel: int = 3, window: int | None = None) -> list[LayerKind]:
-    """Self-attention beside recurrence and convolution, for a text of ``length`` and vectors of ``width``."""
+    """Self-attention compared with recurrence and convolution, for a text of ``length`` and vectors of ``width``."""
     if length < 1 or width < 1 or kernel < 2:
         raise ValueError(f"length={length} and width={width} must be at least 1, kernel={kernel} at least 2")
     t, d, r = float(length), float(width), float(min(window or max(1, length // 8), length))

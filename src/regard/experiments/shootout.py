@@ -1,7 +1,7 @@
-"""Reports that say more than a sweep's table: what a training step of each mechanism costs, and losses beyond training.
+"""Extended sweep reports: the cost of each mechanism's training step, and losses beyond the training length.
 
-Time and memory of a step are those of forward and backward pass without the optimiser, measured when all runs are done,
-one cell at a time in a process of its own: nothing computes beside it.
+Time and memory of a step cover the forward and backward pass without the optimiser. They are measured when all runs are
+done, one cell at a time, each in a process of its own, so that nothing else competes for the machine.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .sweep_runner import LocalRunner
 from .sweep_spec import fingerprint, run_folder
 
 STEPS_FILE = "steps.json"
-_ENOUGH_SECONDS = 1.0  # of steps, after which the best time is believed
+_ENOUGH_SECONDS = 1.0  # steps are repeated for this long, and the best time counts
 
 
-def step_cost(question: tuple[str, str]) -> dict[str, Any]:
-    """Milliseconds and MiB of a step of the model of (run directory, device), at the shape of its batches.
+def step_cost(job: tuple[str, str]) -> dict[str, Any]:
+    """Milliseconds and MiB of a training step, for the job (run directory, device), at the shape of the run's batches.
 
-    To be called in a process of its own. On a processor, memory is what the step adds to the process, gradients
-    included; on a GPU it is the allocator's peak.
+    Must be called in a process of its own. On a CPU, memory is what the step adds to the process, including gradients;
+    on a GPU it is the allocator's peak.
     """
-    run, device_name = question
+    run, device_name = job
     config, device = RunDirectory.open(Path(run)).config, torch.device(device_name)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -58,21 +58,21 @@ def step_cost(question: tuple[str, str]) -> dict[str, Any]:
     if device.type != "cuda":
         seconds, memory, _ = measure(step, enough_s=_ENOUGH_SECONDS)
         return {"ms": 1e3 * seconds, "mib": memory / 2**20, "device": device.type}
-    step()  # kernels are loaded, workspaces allocated
+    step()  # loads kernels and allocates workspaces
     torch.cuda.reset_peak_memory_stats()
     seconds, _, _ = measure(step, enough_s=_ENOUGH_SECONDS, least_runs=3, most_runs=50)
     return {"ms": 1e3 * seconds, "mib": torch.cuda.max_memory_allocated() / 2**20, "device": "cuda"}
 
 
 def _step_costs(report: SweepReport, progress: Callable[[str], None], measure: bool) -> dict[str, dict[str, Any]]:
-    """Of every cell that has a finished run, all on one device; what is known already is not measured again."""
+    """The step cost of every cell with a finished run, all on one device; stored costs are not measured again."""
     sweep, file = report.sweep, report.out / STEPS_FILE
     before = _read_costs(file)
-    marks = {row.cell.name: fingerprint(sweep.config(row.cell)) for row in report.rows}
-    known = {name: cost for name, cost in before.items() if cost["fingerprint"] == marks.get(name)}
+    digests = {row.cell.name: fingerprint(sweep.config(row.cell)) for row in report.rows}
+    known = {name: cost for name, cost in before.items() if cost["fingerprint"] == digests.get(name)}
     if measure:
         device = resolve_device(sweep.config(report.base.cell).train.device, "train.device").type
-    else:  # then those there are, wherever it was
+    else:  # the stored costs, whichever device they were measured on
         device = next((cost["device"] for cost in known.values()), "")
     known = {name: cost for name, cost in known.items() if cost["device"] == device}
     waiting: dict[str, Path] = {}
@@ -85,30 +85,30 @@ def _step_costs(report: SweepReport, progress: Callable[[str], None], measure: b
         with LocalRunner() as runner:
             for name, run in waiting.items():
                 cost = runner.submit(step_cost, (str(run), device)).result()
-                known[name] = {"fingerprint": marks[name], **cost}
+                known[name] = {"fingerprint": digests[name], **cost}
                 write_atomic(file, to_json({**before, **known}))
     return known
 
 
 def _read_costs(file: Path) -> dict[str, dict[str, Any]]:
-    """What was measured before; of a damaged file, what can be read."""
+    """The stored step costs; invalid entries of a damaged file are ignored."""
     try:
         stored = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return {}
     types: dict[str, Any] = {"ms": int | float, "mib": int | float, "fingerprint": str, "device": str}
 
-    def is_whole(cost: Any) -> bool:
+    def is_valid(cost: Any) -> bool:
         return isinstance(cost, dict) and all(isinstance(cost.get(key), kind) for key, kind in types.items())
 
-    return {name: cost for name, cost in stored.items() if is_whole(cost)} if isinstance(stored, dict) else {}
+    return {name: cost for name, cost in stored.items() if is_valid(cost)} if isinstance(stored, dict) else {}
 
 
 @dataclass(frozen=True)
 class ShootoutReport(SweepReport):
-    """The sweep's table with two columns more, and a figure of quality against cost."""
+    """The sweep's table with two more columns, and a figure of quality against cost."""
 
-    costs: dict[str, dict[str, Any]] = field(default_factory=dict)  # of cells by name: ms, mib, device
+    costs: dict[str, dict[str, Any]] = field(default_factory=dict)  # ms, mib and device, by cell name
 
     def to_dict(self) -> dict[str, Any]:
         document = super().to_dict()
@@ -131,14 +131,14 @@ class ShootoutReport(SweepReport):
 
     def conclusions(self) -> list[str]:
         where = {"cpu": "one thread of this processor", "cuda": "the GPU"}.get(self._device or "", self._device)
-        how = f"step, memory: forward and backward of one batch on {where}, measured alone; tradeoff.png draws them"
+        how = f"step, memory: forward and backward of one batch on {where}, measured alone; tradeoff.png shows them"
         return [*super().conclusions(), *([how] if self.costs else [])]
 
 
 def shootout_report(
     report: SweepReport, progress: Callable[[str], None] | None = None, measure: bool = True
 ) -> ShootoutReport:
-    """The report of the shoot-out, its table and figure written; ``measure`` the steps that are not known yet."""
+    """Write and return the report of the shoot-out; ``measure``: whether missing step costs are measured."""
     from .sweep_figures import draw_tradeoff
 
     costs = _step_costs(report, progress or (lambda line: None), measure)
@@ -151,15 +151,15 @@ def shootout_report(
 
 @dataclass(frozen=True)
 class ExtrapolationReport(SweepReport):
-    """The sweep's table with lengths for titles, and "cannot" where a position scheme ends."""
+    """The sweep's table with lengths as column titles, and "cannot" where a position scheme cannot extrapolate."""
 
     @property
     def length(self) -> int:
-        """That of training."""
+        """The training length."""
         return self.sweep.config(self.base.cell).data.max_len
 
     def refusal(self, row: CellSummary, metric: str) -> str | None:
-        """Why a finished run has no such loss."""
+        """Why the cell's finished runs lack this loss; None if they do not."""
         for run in row.runs.values():
             if run is not None and metric in (run["metrics"].get("cannot") or {}):
                 return str(run["metrics"]["cannot"][metric])
@@ -176,14 +176,14 @@ class ExtrapolationReport(SweepReport):
 
     def conclusions(self) -> list[str]:
         refusals = [(row, why) for row in self.rows if (why := self.refusal(row, EXTRAPOLATION_METRICS[-1]))]
-        more = [f"{row.cell.name}: cannot be asked beyond its training: {why}" for row, why in refusals]
-        return [*super().conclusions(), *more, "every column predicts the same held-out text; lengths.png draws it"]
+        more = [f"{row.cell.name}: cannot go beyond its training length: {why}" for row, why in refusals]
+        return [*super().conclusions(), *more, "every column predicts the same held-out text; lengths.png shows it"]
 
 
 def extrapolation_report(
     report: SweepReport, progress: Callable[[str], None] | None = None, measure: bool = False
 ) -> ExtrapolationReport:
-    """The report of an extrapolation, its table and figure written. Its runs have measured all there is."""
+    """Write and return the report of an extrapolation. It measures nothing: the runs' results have all losses."""
     from .sweep_figures import draw_lengths
 
     extended = ExtrapolationReport(report.sweep, report.out, report.columns, report.rows)

@@ -1,4 +1,4 @@
-"""Whether cells differ from the base by more than seeds do: Dunnett's test, Welch's where spreads are too unlike."""
+"""Whether cells differ from the base by more than seeds do: Dunnett's test, or Welch's if variances differ widely."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-# A spread so many times the median one counts as of another kind. Among cells that are alike chance does that to one of
-# them in about 1 of 100 sweeps of two cells with three seeds, and in 8 of 100 of twenty cells with two.
+# A cell whose standard deviation is more than this many times the median is tested separately. Among identical cells,
+# this happens by chance in about 1 of 100 sweeps of two cells with three seeds, and in 8 of 100 of twenty with two.
 APART = 5.0
 _DRAWS = 200_000
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds and its standard error, s/√n; None with one seed."""
+    """A mean over seeds and its standard error s/√n, which is None with a single seed."""
 
     values: tuple[float, ...]
     mean: float
@@ -37,9 +37,9 @@ def _variance(values: Sequence[float]) -> float:
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """The two-sided p of equal means where variances may differ (Welch 1947); None where a side has one value only.
+    """Two-sided p of equal means when variances may differ (Welch 1947); None if a side has a single value.
 
-    t = (ā - b̄) / √(s²ₐ/nₐ + s²_b/n_b), with the degrees of freedom of Welch and Satterthwaite.
+    t = (ā - b̄) / √(s²ₐ/nₐ + s²_b/n_b), with Welch–Satterthwaite degrees of freedom.
     """
     if len(a) < 2 or len(b) < 2:
         return None
@@ -81,16 +81,16 @@ def _fraction(x: float, a: float, b: float) -> float:
     return value
 
 
-# ------------------------------------------------------------------------------------- many against one
+# ------------------------------------------------------------------------------------- many cells against one base
 
 
 @dataclass(frozen=True)
 class CellComparison:
-    """p-values that hold for all cells together, and which of them had to be compared on their own.
+    """p-values corrected for all cells together, and the cells that were tested separately.
 
-    ``apart`` are cells whose seeds spread over five times as far as is usual here, or all cells where the base's do.
-    They would blur the pooled spread, so they are a family of their own, tested by Welch's t-test with Bonferroni's
-    correction. Each family then has half of the error: the p of both are doubled.
+    ``apart`` are the cells whose standard deviation is over five times the median, or all cells if the base's is. They
+    would distort the pooled variance, so they form a family of their own, tested by Welch's t-test with Bonferroni's
+    correction. Each family then gets half of the error rate: the p-values of both are doubled.
     """
 
     p: dict[str, float]
@@ -98,35 +98,35 @@ class CellComparison:
 
 
 def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> CellComparison:
-    """Every cell against the base by Dunnett's test; nothing where no cell, or not the base, has two values.
+    """Compare every cell with the base by Dunnett's test; empty unless the base and a cell have two values each.
 
-    Pooling takes the cells to spread alike. Where they do not, and a wide one happens to have seeds that lie close, its
-    p is too small: what is barely significant wants more seeds.
+    Pooling assumes that all cells have the same variance. If they do not, the p of a cell with a larger variance is too
+    small: repeat barely significant results with more seeds.
     """
     cells = {name: values for name, values in cells.items() if len(values) > 1}
     if len(base) < 2 or not cells:
         return CellComparison({})
     spreads = sorted(math.sqrt(_variance(values)) for values in (base, *cells.values()))
-    most = APART * spreads[len(spreads) // 2]
-    apart = [name for name, values in cells.items() if math.sqrt(_variance(values)) > most]
-    if math.sqrt(_variance(base)) > most:
+    limit = APART * spreads[len(spreads) // 2]
+    apart = [name for name, values in cells.items() if math.sqrt(_variance(values)) > limit]
+    if math.sqrt(_variance(base)) > limit:
         apart = list(cells)
-    together = {name: values for name, values in cells.items() if name not in apart}
-    share = 2 if apart and together else 1
-    p_values = {name: min(1.0, share * p) for name, p in dunnett(base, together).items()}
+    pooled = {name: values for name, values in cells.items() if name not in apart}
+    n_families = 2 if apart and pooled else 1
+    p_values = {name: min(1.0, n_families * p) for name, p in dunnett(base, pooled).items()}
     for name in apart:
         p = welch(cells[name], base)
         assert p is not None, "both have two values"
-        p_values[name] = min(1.0, share * len(apart) * p)
+        p_values[name] = min(1.0, n_families * len(apart) * p)
     return CellComparison(p_values, tuple(apart))
 
 
 def dunnett(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Many treatments against one control (Dunnett 1955): two-sided p, corrected for their number.
+    """Many treatments against one control (Dunnett 1955): two-sided p-values, corrected for the number of cells.
 
     t_i = (x̄_i - x̄_0) / (s √(1/n_i + 1/n_0)) with s² pooled over all cells; p_i = P(max_j |T_j| ≥ |t_i|), where the T_j
-    share the base and s, by drawing them (200,000 times, always the same draws). Cells whose seeds come to nearly the
-    same number (BLEU 0), less than a fifth of the usual spread, say nothing about the others' and are left out of s.
+    share the base and s, estimated from 200,000 draws with a fixed seed. Cells whose seeds give nearly the same number
+    (BLEU 0), with less than a fifth of the median standard deviation, are left out of s.
     """
     if not cells:
         return {}
@@ -143,13 +143,13 @@ def dunnett(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> dict
         return {name: float(gap == 0) for name, gap in zip(cells, gaps, strict=True)}
     t = np.abs(gaps) / (s * np.sqrt(weights[1:] + weights[0]))
     largest = _largest_t(tuple(len(values) for values in groups), df)
-    # One more than was seen: a p of 0 would say more than so many draws can.
+    # The +1 keeps p above 0, which a finite number of draws cannot establish.
     return {name: float((np.count_nonzero(largest >= x) + 1) / (_DRAWS + 1)) for name, x in zip(cells, t, strict=True)}
 
 
 @lru_cache(maxsize=16)
 def _largest_t(sizes: tuple[int, ...], df: int) -> np.ndarray[Any, Any]:
-    """200,000 draws of max_j |T_j| where no group differs: the base has sizes[0] values, cell j has sizes[j]."""
+    """200,000 draws of max_j |T_j| when no cell differs from the base; sizes[0] is the base's number of values."""
     weights = 1 / np.array(sizes)
     draw = np.random.default_rng(0)
     means = draw.standard_normal((_DRAWS, len(sizes))) * np.sqrt(weights)

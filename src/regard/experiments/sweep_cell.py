@@ -1,7 +1,7 @@
-"""One run of a sweep (train, evaluate, measure, write result.json), and what is measured of finished runs.
+"""One run of a sweep: train, evaluate, measure, write result.json; and the measures of finished runs.
 
-A measure is a function of a finished run's directory that gives more metrics by name. Two are defined here: the loss at
-lengths beyond training (Press et al. 2022, §2), and the loss of a decoder one token after the other.
+A measure maps the directory of a finished run to further metrics by name. Two are defined here: the loss at lengths
+beyond training (Press et al. 2022, §2), and the loss of a decoder computed token by token.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from ..training.tasks import TextTask, open_task
 from ..training.trainer import TrainResult, resume, train
 from .sweep_spec import RESULT_FILE, prune_run
 
-FACTORS = (1, 2, 4, 8)  # of the training length, at which ``measure_lengths`` asks
+FACTORS = (1, 2, 4, 8)  # the multiples of the training length that ``measure_lengths`` evaluates
 EXTRAPOLATION_METRICS = tuple(f"loss_{factor}x" for factor in FACTORS)
-_CURVE_POINTS = 80  # of a learning curve in a result
+_CURVE_POINTS = 80  # points of the learning curve in a result
 _HELD_OUT_TEXTS, _HELD_OUT_TOKENS, _BATCH_TOKENS = 24, 1 << 16, 1 << 14
 _EXAMPLES, _SAMPLES = 64, 3
 
 
 class CellRun(NamedTuple):
-    """One run of a sweep that is still to be done."""
+    """One run of a sweep that has not been done yet."""
 
     cell: str
     seed: int
     folder: Path
-    shared: Path  # tokenizers of the whole sweep
+    shared: Path  # folder of the tokenizers that all runs of the sweep share
     config: dict[str, Any]
     fingerprint: str
     tests: dict[str, str]
@@ -65,17 +65,17 @@ class CellRun(NamedTuple):
 
 
 def run_cell(run: CellRun) -> dict[str, Any] | None:
-    """Train in ``folder``/run and write ``folder``/result.json; None where it was interrupted and has saved.
+    """Train in ``folder``/run and write ``folder``/result.json; None if it was interrupted and saved.
 
-    To be called in a process of its own, which prints into log.txt.
+    Must be called in a process of its own, whose output goes to log.txt.
     """
     run.folder.mkdir(parents=True, exist_ok=True)
     with open(run.folder / "log.txt", "a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    torch.set_num_threads(1)  # however many run beside it, the sums come out the same
+    torch.set_num_threads(1)  # results must not depend on the number of parallel runs
     try:
-        with file_lock(run.folder):  # an orphan of a killed sweep may still be in there: it is waited for
+        with file_lock(run.folder):  # waits for an orphaned run of a killed sweep
             return _train_and_evaluate(run)
     except (Interrupted, KeyboardInterrupt):
         return None
@@ -89,9 +89,9 @@ def _train_and_evaluate(run: CellRun) -> dict[str, Any]:
     result: dict[str, Any] = {"fingerprint": run.fingerprint, "status": "done", "metrics": {}}
     result |= {"keep": run.keep, "tests": run.tests, "measures": run.measures}
     try:
-        before = float(json.loads((root / "spent.json").read_bytes())["seconds"])
+        seconds_before = float(json.loads((root / "spent.json").read_bytes())["seconds"])
     except (OSError, ValueError, KeyError):
-        before = 0.0
+        seconds_before = 0.0
     try:
         outcome = _train_or_resume(config, root / "run", run.shared, "quiet" if run.keep else "records")
         result |= {"weights": outcome.weights, "train_seconds": outcome.seconds, "steps": outcome.steps}
@@ -99,15 +99,15 @@ def _train_and_evaluate(run: CellRun) -> dict[str, Any]:
         check_convergence(result | run_facts(root / "run"))
         _evaluate(result, run, config)
     except Interrupted:
-        write_atomic(root / "spent.json", to_json({"seconds": before + time.perf_counter() - start}))
+        write_atomic(root / "spent.json", to_json({"seconds": seconds_before + time.perf_counter() - start}))
         raise
     except Diverged as failure:
         result |= {"status": "diverged", "message": str(failure)}
-    except Exception as failure:  # whatever it was, the table says so, and the other cells go on
+    except Exception as failure:  # any failure is reported in the table, and the other cells continue
         traceback.print_exc()
         result |= {"status": "failed", "message": f"{type(failure).__name__}: {failure}"}
     result |= run_facts(root / "run")
-    result |= {"seconds": before + time.perf_counter() - start, "memory_mib": peak_memory_mib()}
+    result |= {"seconds": seconds_before + time.perf_counter() - start, "memory_mib": peak_memory_mib()}
     result = to_jsonable(result)
     write_atomic(root / RESULT_FILE, to_json(result))
     if not run.keep and result["status"] != "failed":
@@ -116,21 +116,21 @@ def _train_and_evaluate(run: CellRun) -> dict[str, Any]:
 
 
 def _train_or_resume(config: RunConfig, run: Path, shared: Path, style: Style) -> TrainResult:
-    """From the start, or from where it was interrupted."""
+    """Train from scratch, or resume an interrupted run."""
     if (run / RUN_FILE).exists() and any((run / "checkpoints").glob("step-*")):
         try:
             return resume(run, style=style)
-        except BadModelFile:  # half copied, or damaged: begin again
+        except BadModelFile:  # an incomplete or damaged checkpoint: start over
             traceback.print_exc()
     shutil.rmtree(run, ignore_errors=True)
     run.parent.mkdir(parents=True, exist_ok=True)
-    own = config.with_(train=config.train.with_(out=str(run)))
-    return train(own, style=style, processor=_shared_processor(own, shared))
+    config = config.with_(train=config.train.with_(out=str(run)))
+    return train(config, style=style, processor=_shared_processor(config, shared))
 
 
 def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:
-    """The tokenizers of this data, trained by the first run that needs them; None where images are processed too, or
-    where train.init brings them."""
+    """The tokenizers for this data, trained by the first run that needs them; None for images, or if train.init
+    provides them."""
     if config.model.source != "text" or (config.train.init is not None and config.data.tokenizer == "auto"):
         return None
     text = json.dumps([config.task, config.data.model_dump(mode="json")], sort_keys=True)
@@ -146,7 +146,7 @@ def _shared_processor(config: RunConfig, shared: Path) -> Processor | None:
 
 
 def _evaluate(result: dict[str, Any], run: CellRun, config: RunConfig) -> None:
-    """Metrics of the finished model on further examples, and those of the measures."""
+    """Add the finished model's metrics on the further examples, and those of the measures, to the result."""
     model = run.folder / "run"
     for name, source in run.tests.items():
         precision = json.loads((model / "choice.json").read_bytes())["precision"]
@@ -159,7 +159,7 @@ def _evaluate(result: dict[str, Any], run: CellRun, config: RunConfig) -> None:
 
 
 def check_convergence(result: dict[str, Any]) -> None:
-    """Raise Diverged where the loss is not finite, or much worse than guessing (by a factor e) and than it began."""
+    """Raise Diverged if the loss is not finite, or is 1 nat worse than guessing and above its initial value."""
     loss, curve = result["metrics"].get("valid_loss"), result.get("curve")
     if loss is None:
         raise RegardError("no held-out loss was computed")
@@ -171,14 +171,14 @@ def check_convergence(result: dict[str, Any]) -> None:
 
 
 def run_facts(run: Path) -> dict[str, Any]:
-    """What the run's own files say, however it ended."""
+    """Facts from the run's own files, which exist however it ended."""
     if not (run / RUN_FILE).exists():
         return {}
     opened = RunDirectory.open(run)
     model, data = opened.config.model, opened.facts["data"]
     with torch.device("meta"):
         n_parameters = build(model).n_parameters
-    # All that decides which batches there are. Where the files lie does not: the hash of their bytes is known.
+    # Everything that determines the batches: the hash of the data, not its path.
     reading = opened.config.data.model_dump(mode="json", exclude={"source", "valid"})
     batches = opened.config.train.model_dump(include={"batch_tokens", "batch_size", "accumulate", "seed"})
     order: list[Any] = [data["sha256"], sorted(reading.items()), sorted(batches.items())]
@@ -201,12 +201,13 @@ def run_facts(run: Path) -> dict[str, Any]:
 
 
 def _open_run(run: Path) -> tuple[Any, Any]:
-    """The trained system of a run, and its task with the data it was trained on."""
+    """The trained system of a run, and its task with the run's data."""
     return open_validation_task(run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def measure_lengths(run: Path) -> dict[str, Any]:
-    """Losses of a language model at FACTORS times its length, ``loss_1x`` …; ``cannot`` says why one is missing."""
+    """Losses of a language model at FACTORS times its training length, ``loss_1x`` …; ``cannot`` gives the reason for a
+    missing one."""
     system, task = _open_run(run)
     tokens = cast(TextTask, task).token_file(task.examples("valid", _HELD_OUT_TEXTS)).tokens
     length = system.config.data.max_len
@@ -216,18 +217,18 @@ def measure_lengths(run: Path) -> dict[str, Any]:
 
 
 def losses_by_length(
-    model: Model, tokens: np.ndarray, lengths: list[int], most: int = _HELD_OUT_TOKENS
+    model: Model, tokens: np.ndarray, lengths: list[int], max_tokens: int = _HELD_OUT_TOKENS
 ) -> tuple[dict[int, float], dict[int, str]]:
-    """Mean −log p of the same tokens read in pieces of each length; and why there is none, where the model refuses.
+    """Mean −log p of the same tokens in pieces of each length, and the reason where the model refuses a length.
 
-    Longer pieces give more context: a position scheme that goes beyond its training gets better, another one worse. A
-    table of learned positions ends where training ended and cannot be asked at all.
+    Longer pieces give more context: with a position scheme that extrapolates the loss falls, with others it rises. A
+    table of learned positions has no entries beyond the training length, so such a model refuses longer pieces.
     """
     longest = max(lengths)
-    n_pieces = min(most, len(tokens) - 1) // longest
+    n_pieces = min(max_tokens, len(tokens) - 1) // longest
     if n_pieces < 1:
-        raise ValueError(f"{len(tokens):,} held-out tokens are less than one piece of {longest + 1:,}")
-    starts = np.linspace(0, len(tokens) - 1 - longest, n_pieces).astype(np.int64)  # spread over all of the text
+        raise ValueError(f"{len(tokens):,} held-out tokens are too few for one piece of {longest + 1:,}")
+    starts = np.linspace(0, len(tokens) - 1 - longest, n_pieces).astype(np.int64)  # spread over the whole text
     text = torch.from_numpy(np.stack([tokens[start : start + longest + 1] for start in starts]).astype(np.int64))
     losses, refusals = {}, {}
     for length in lengths:
@@ -241,34 +242,34 @@ def losses_by_length(
 @torch.no_grad()
 def _mean_loss(model: Model, inputs: Tensor, targets: Tensor) -> float:
     total, rows = 0.0, max(1, _BATCH_TOKENS // inputs.shape[1])
-    for batch, wanted in zip(inputs.split(rows), targets.split(rows), strict=True):
+    for batch, labels in zip(inputs.split(rows), targets.split(rows), strict=True):
         logits = model(batch.to(model.device)).float()
-        total += float(F.cross_entropy(logits.flatten(0, 1), wanted.to(model.device).flatten(), reduction="sum"))
+        total += float(F.cross_entropy(logits.flatten(0, 1), labels.to(model.device).flatten(), reduction="sum"))
     return total / targets.numel()
 
 
 def token_by_token_loss(model: Model, batch: Batch) -> tuple[float, int]:
     """The sum of −log p(y_t | x, y_<t) over the batch's targets, from forward passes over y_<t alone, and their number.
 
-    With a causal mask that is the ordinary loss. Without one the ordinary loss reads the answer off the input, and this
-    one shows what was learned.
+    With a causal mask this equals the ordinary loss. Without one the ordinary loss sees the answer in the input, and
+    only this one shows what was learned.
     """
-    *sources, read = batch.inputs
+    *sources, target_inputs = batch.inputs
     total, n_targets = 0.0, 0
-    for t in range(1, read.shape[1] + 1):
-        wanted = batch.targets[:, t - 1]  # (B,)
-        output = model(*sources, read[:, :t], **batch.options)
+    for t in range(1, target_inputs.shape[1] + 1):
+        labels = batch.targets[:, t - 1]  # (B,)
+        output = model(*sources, target_inputs[:, :t], **batch.options)
         logits = (output if isinstance(output, Tensor) else output.logits)[:, -1]  # (B, V)
-        total += float(F.cross_entropy(logits.float(), wanted, ignore_index=IGNORE, reduction="sum"))
-        n_targets += int((wanted != IGNORE).sum())
+        total += float(F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum"))
+        n_targets += int((labels != IGNORE).sum())
     return total, n_targets
 
 
 def measure_token_by_token(run: Path) -> dict[str, Any]:
-    """The loss token by token of the first held-out examples of a run, with a few of its outputs to look at."""
+    """The token-by-token loss on the first held-out examples of a run, and a few sample outputs."""
     system, task = _open_run(run)
     if (head := system.config.model.head) != "lm":
-        raise ValueError(f"the loss token by token is that of models that write, not of head={head}")
+        raise ValueError(f"the token-by-token loss needs a model that generates, not head={head}")
     total, n_targets = 0.0, 0
     with torch.no_grad():
         for batch in task.valid_batches(task.examples("valid", _EXAMPLES)):

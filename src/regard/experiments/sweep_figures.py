@@ -1,4 +1,4 @@
-"""Figures of sweeps: cells beside the base, learning curves, quality against cost, loss against length, saturation."""
+"""Figures of sweeps: cells next to the base, learning curves, quality against cost, loss against length, saturation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .bench_attention import AttentionBench
     from .shootout import ExtrapolationReport, ShootoutReport
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision.
+# Okabe and Ito's palette, distinguishable with any kind of colour vision.
 BASE, BETTER, WORSE, SAME = "#000000", "#009E73", "#D55E00", "#7A7A7A"
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A7A7A")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
@@ -28,7 +28,7 @@ def _constrained_figure(width: float, height: float) -> Any:
 
 
 def draw_results(report: SweepReport, file: Path) -> None:
-    """Every cell beside the base, a panel for each of three metrics."""
+    """Every cell next to the base, with a panel for each of up to three metrics."""
     metrics = [name for name in report.metrics if name != "perplexity"][:3] or list(report.metrics[:1])
     figure = _constrained_figure(3.2 + 4.2 * len(metrics), 1.8 + 0.32 * len(report.rows))
     panels = figure.subplots(1, len(metrics), sharey=True, squeeze=False)[0]
@@ -76,32 +76,32 @@ def _draw_metric(panel: Any, report: SweepReport, metric: str) -> None:
 
 
 def _outliers(report: SweepReport, metric: str) -> dict[str, bool]:
-    """Cells so far off that the others would be one dot; True: to the right."""
+    """Cells so far from the base that the others would shrink to a dot; True if to the right."""
     means = {row.cell.name: row.estimates[metric].mean for row in report.rows if metric in row.estimates}
     base = report.base.estimates.get(metric)
     if base is None or len(means) < 4:
         return {}
     gaps = sorted(abs(value - base.mean) for value in means.values())
-    most = max(12 * gaps[len(gaps) // 2], 1e-12)
-    return {name: value > base.mean for name, value in means.items() if abs(value - base.mean) > most}
+    limit = max(12 * gaps[len(gaps) // 2], 1e-12)
+    return {name: value > base.mean for name, value in means.items() if abs(value - base.mean) > limit}
 
 
 def draw_curves(report: SweepReport, file: Path) -> None:
-    """The mean over seeds of the training loss; a run that diverged ends with a cross."""
+    """The training loss, averaged over seeds; a cell with diverged runs ends with a cross."""
     figure = _constrained_figure(9.5, 5.2)
     panel = figure.subplots()
     style_panel(panel)
-    for place, row in enumerate(report.rows):
+    for index, row in enumerate(report.rows):
         points = _mean_curve(row)
         if not points:
             continue
-        colour = BASE if place == 0 else LINES[(place - 1) % len(LINES)]
-        dash = "-" if place == 0 else DASHES[(place - 1) // len(LINES) % len(DASHES)]
-        style = {"linestyle": dash, "linewidth": 2.2 if place == 0 else 1.5, "label": row.cell.name}
+        colour = BASE if index == 0 else LINES[(index - 1) % len(LINES)]
+        dash = "-" if index == 0 else DASHES[(index - 1) // len(LINES) % len(DASHES)]
+        style = {"linestyle": dash, "linewidth": 2.2 if index == 0 else 1.5, "label": row.cell.name}
         panel.plot(*zip(*points, strict=True), color=colour, **style)
         if row.n_diverged:
             panel.plot(*points[-1], "x", color=colour, markersize=9, markeredgewidth=2.2)
-    if base := _mean_curve(report.base):  # what starts far above it would flatten all the others
+    if base := _mean_curve(report.base):  # a curve that starts far above would flatten all others
         panel.set_ylim(top=1.15 * max(loss for _, loss in base))
     panel.set_xlabel("step", color=INK)
     panel.set_title("Training loss, mean over seeds (× diverged)", loc="left", fontsize=11, color=INK)
@@ -111,15 +111,15 @@ def draw_curves(report: SweepReport, file: Path) -> None:
 
 
 def _mean_curve(row: CellSummary) -> list[tuple[float, float]]:
-    seen: dict[int, list[float]] = {}
+    losses: dict[int, list[float]] = {}
     for run in row.runs.values():
         for step, loss in (run or {}).get("curve", ()):
             if loss is not None and math.isfinite(loss):
-                seen.setdefault(step, []).append(loss)
-    return [(step, sum(values) / len(values)) for step, values in sorted(seen.items())]
+                losses.setdefault(step, []).append(loss)
+    return [(step, sum(values) / len(values)) for step, values in sorted(losses.items())]
 
 
-# By what a cell changes, in Okabe and Ito's colours and with markers of their own.
+# Colour, marker and label by the field that a cell changes.
 KINDS: dict[str, tuple[str, str, str]] = {
     "mixer": ("#0072B2", "o", "another mechanism"),
     "window": ("#009E73", "s", "a sparse pattern"),
@@ -174,12 +174,12 @@ def _title_figure(figure: Any, left: float, title: str, caption: str) -> None:
 
 
 def _legend(figure: Any, entries: dict[str, dict[str, Any]], **style: Any) -> None:
-    """Below the panels: a line or marker for each label."""
+    """A legend below the panels, with a line or marker for each label."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], label=label, **(style | own)) for label, own in entries.items()]
-    place = {"loc": "lower left", "bbox_to_anchor": (0.045, 0.0), "ncols": 4, "frameon": False}
-    figure.legend(handles=handles, fontsize=9.5, labelcolor=SOFT, handlelength=3.2, **place)
+    layout = {"loc": "lower left", "bbox_to_anchor": (0.045, 0.0), "ncols": 4, "frameon": False}
+    figure.legend(handles=handles, fontsize=9.5, labelcolor=SOFT, handlelength=3.2, **layout)
 
 
 _Points = dict[str, tuple[float, float]]
@@ -188,26 +188,26 @@ _Points = dict[str, tuple[float, float]]
 def _label_right(
     panel: Any, points: _Points, colours: dict[str, str], size: float, more: dict[str, str] | None = None
 ) -> None:
-    """Names right of the panel in the order of their points, a line to each, never over each other; then ``more``."""
-    panel.autoscale_view()  # else the limits follow at the first drawing
+    """Label points to the right of the panel without overlap, with a line to each; ``more`` is a second column."""
+    panel.autoscale_view()  # limits are otherwise computed only when the figure is drawn
     to_axes = panel.transData + panel.transAxes.inverted()
-    places = {name: to_axes.transform(points[name]) for name in sorted(points, key=lambda name: points[name][1])}
+    ends = {name: to_axes.transform(points[name]) for name in sorted(points, key=lambda name: points[name][1])}
     gap = size * 2.0 / panel.get_window_extent().height * panel.figure.dpi / 100
-    heights = spread_heights([y for _, y in places.values()], gap)
-    for (name, (x, y)), height in zip(places.items(), heights, strict=True):
+    heights = spread_heights([y for _, y in ends.values()], gap)
+    for (name, (x, y)), height in zip(ends.items(), heights, strict=True):
         line = {"linewidth": 0.7, "alpha": 0.55, "clip_on": False, "zorder": 2}
         panel.plot([x + 0.012, 1, 1.035], [y, height, height], transform=panel.transAxes, color=colours[name], **line)
-        for place, text in ((1.045, name), (1.2, (more or {}).get(name, ""))):
-            panel.text(place, height, text, transform=panel.transAxes, color=colours[name], fontsize=size, va="center")
+        for left, text in ((1.045, name), (1.2, (more or {}).get(name, ""))):
+            panel.text(left, height, text, transform=panel.transAxes, color=colours[name], fontsize=size, va="center")
 
 
-def spread_heights(wanted: list[float], gap: float) -> list[float]:
-    """Heights at least ``gap`` apart and close to those wanted (ascending), within 0 … 1 where they fit.
+def spread_heights(heights: list[float], gap: float) -> list[float]:
+    """Move ascending heights at least ``gap`` apart, as little as possible, and within 0 … 1 if they fit.
 
-    Neighbours that come too close form a group around their common middle; groups that then meet become one.
+    Neighbours that are too close form a group around their mean; groups that then overlap are merged.
     """
     groups: list[list[float]] = []  # [middle, number of members]
-    for height in wanted:
+    for height in heights:
         groups.append([height, 1])
         while len(groups) > 1 and groups[-1][0] - groups[-2][0] < gap * (groups[-1][1] + groups[-2][1]) / 2:
             middle, count = groups.pop()
@@ -215,13 +215,13 @@ def spread_heights(wanted: list[float], gap: float) -> list[float]:
             total = count + below_count
             groups[-1] = [(middle * count + below * below_count) / total, total]
     placed = [middle + gap * (n - (count - 1) / 2) for middle, count in groups for n in range(int(count))]
-    top = len(placed) - 1  # what stands above the panel moves down, then what stands below it up
+    top = len(placed) - 1  # labels above the panel move down, then labels below it move up
     lowered = [min(height, 1 - gap * (top - n)) for n, height in enumerate(placed)]
     return [max(height, gap * n) for n, height in enumerate(lowered)]
 
 
 def draw_lengths(report: ExtrapolationReport, file: Path) -> None:
-    """Loss against length, a line for every position scheme; one that cannot go on ends with a cross."""
+    """Loss against length, a line for each position scheme; one that cannot extrapolate ends with a cross."""
     figure = new_figure(10, 5.8, dpi=130)
     figure.subplots_adjust(left=0.075, right=0.8, top=0.84, bottom=0.12)
     panel = figure.subplots()
@@ -230,13 +230,13 @@ def draw_lengths(report: ExtrapolationReport, file: Path) -> None:
     sizes = [factor * report.length for factor in FACTORS]
     ends: dict[str, tuple[float, float]] = {}
     colours: dict[str, str] = {}
-    for place, row in enumerate(row for row in report.rows if EXTRAPOLATION_METRICS[0] in row.estimates):
+    for index, row in enumerate(row for row in report.rows if EXTRAPOLATION_METRICS[0] in row.estimates):
         name = str(report.sweep.config(row.cell).model.positions)
         known = [(x, metric) for x, metric in zip(sizes, EXTRAPOLATION_METRICS, strict=True) if metric in row.estimates]
         xs, ys = [x for x, _ in known], [row.estimates[metric].mean for _, metric in known]
         errors = [row.estimates[metric].se or 0.0 for _, metric in known]
-        colour = colours[name] = LINES[place % len(LINES)]
-        style = {"linestyle": DASHES[place // len(LINES) % len(DASHES)], "linewidth": 2, "marker": "o", "markersize": 5}
+        colour = colours[name] = LINES[index % len(LINES)]
+        style = {"linestyle": DASHES[index // len(LINES) % len(DASHES)], "linewidth": 2, "marker": "o", "markersize": 5}
         panel.errorbar(xs, ys, yerr=errors, color=colour, capsize=3, **style)
         if len(known) == len(sizes):
             ends[name] = xs[-1], ys[-1]
@@ -258,7 +258,7 @@ def draw_lengths(report: ExtrapolationReport, file: Path) -> None:
 
 
 def draw_scaling(result: Scaling, file: Path) -> None:
-    """How much gradient passes the softmax, and how sharp attention is, against d_k."""
+    """The gradient that passes the softmax, and the sharpness of attention, against d_k."""
     figure = _constrained_figure(11, 4.6)
     left, right = figure.subplots(1, 2)
     widths = [scaled.d_k for scaled, _ in result.pairs()]
@@ -288,9 +288,10 @@ def draw_scaling(result: Scaling, file: Path) -> None:
 
 # ------------------------------------------------------------------------------------- attention against length
 
-# Okabe and Ito's colours; the line style says the family, the marker and a label at the end of each line say the rest.
+# Okabe and Ito's palette. Line style and marker show the family; a label at its end names each line.
 BENCH_COLOURS = {
     **{"reference": "#000000", "sdpa": "#0072B2", "tiled": "#D55E00", "tiled+t5": "#E69F00", "additive": "#7A7A7A"},
+    "sinks": "#009E73",
     **{"window": "#009E73", "strided": "#56B4E9", "bigbird": "#CC79A7"},
     **{"linear": "#0072B2", "performer": "#D55E00", "linformer": "#009E73", "fourier": "#7A7A7A"},
 }
@@ -303,7 +304,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def draw_attention_bench(bench: AttentionBench, file: Path) -> None:
-    """Write the PNG."""
+    """Time and peak memory against sequence length."""
     figure = new_figure(14, 6.6)
     panels = figure.subplots(1, 2)
     figure.subplots_adjust(left=0.05, right=0.885, top=0.83, bottom=0.135, wspace=0.42)
@@ -319,7 +320,7 @@ def draw_attention_bench(bench: AttentionBench, file: Path) -> None:
     figure.savefig(file, facecolor="white")
 
 
-def _draw_bench_panel(panel: Any, bench: AttentionBench, what: str, unit: float, title: str) -> None:
+def _draw_bench_panel(panel: Any, bench: AttentionBench, quantity: str, unit: float, title: str) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     panel.set_xscale("log", base=2)
@@ -330,7 +331,7 @@ def _draw_bench_panel(panel: Any, bench: AttentionBench, what: str, unit: float,
     ends: dict[str, tuple[float, float]] = {}
     colours = {contender.name: BENCH_COLOURS.get(contender.name, INK) for contender in bench.contenders}
     for contender in bench.contenders:
-        series = zip(*bench.series(contender.name, what), strict=True)
+        series = zip(*bench.series(contender.name, quantity), strict=True)
         points = [(length, value / unit) for length, value in series if value > 0]
         if points:
             style = look | FAMILIES[contender.family][1]
@@ -343,6 +344,6 @@ def _draw_bench_panel(panel: Any, bench: AttentionBench, what: str, unit: float,
     for axis in (panel.xaxis, panel.yaxis):
         axis.set_minor_locator(NullLocator())
     style_panel(panel)
-    powers = {name: bench.exponent(name, what) for name in ends}
+    powers = {name: bench.exponent(name, quantity) for name in ends}
     growth = {name: f"$T^{{\\,{power:.2f}}}$" for name, power in powers.items() if power is not None}
     _label_right(panel, ends, colours, 9.5, growth)

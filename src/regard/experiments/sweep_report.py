@@ -1,10 +1,9 @@
-"""The results of a sweep, printed as the paper prints its table 3: the base on top, below it only what was changed."""
+"""The results of a sweep as a table like table 3 of the paper: the base first, then only what each cell changes."""
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +20,8 @@ from .benchmarking import align_columns
 from .significance import Estimate, compare, estimate
 from .sweep_spec import Cell, Sweep, read_result, settings
 
-LEVEL = 0.05  # of all tests of a metric together
+LEVEL = 0.05  # significance level of all tests of one metric together
+_LARGEST_METRIC = 1e150  # the square of a larger number overflows, so it does not count as a result
 TITLES = {
     "train_loss": "loss (train)",
     "valid_loss": "loss (valid)",
@@ -35,7 +35,7 @@ _SMALLER_IS_BETTER = (
     *("loss", "nll", "perplexity", "ppl", "bits", "bpb", "error", "errors", "mse", "rmse", "mae", "cer", "wer", "ter"),
     *("seconds", "time", "latency", "ms", "memory", "mib", "bytes", "flops", "parameters"),
 )
-# The paper's names of fields; others are called by their own.
+# The paper's symbols for fields; other columns have the field's own name.
 _SYMBOLS = {
     **{"model.n_layers": "N", "model.d_model": "d_model", "model.d_ff": "d_ff", "model.n_heads": "h"},
     **{"d_k": "d_k", "model.dropout": "P_drop", "train.label_smoothing": "ε_ls", "train.steps": "steps"},
@@ -43,7 +43,7 @@ _SYMBOLS = {
 
 
 def smaller_is_better(metric: str) -> bool:
-    """By the words of its name: test_loss, loss_4x, cer, memory_mib."""
+    """Judged by the words in the metric's name: test_loss, loss_4x, cer, memory_mib."""
     return not set(_SMALLER_IS_BETTER).isdisjoint(re.split(r"[^a-z]+", metric.lower()))
 
 
@@ -52,11 +52,11 @@ class CellSummary:
     """One cell and the results of its seeds."""
 
     cell: Cell
-    changed: dict[str, str]  # of the table's columns, those in which it differs from the base; of the base, all
+    changed: dict[str, str]  # the columns that differ from the base, with their texts; for the base, all columns
     runs: dict[int, dict[str, Any] | None]
-    estimates: dict[str, Estimate]  # over the seeds that were done
-    p: dict[str, float] = field(default_factory=dict)  # against the base, corrected for the number of cells
-    apart: list[str] = field(default_factory=list)  # metrics in which its seeds spread so far that it is tested alone
+    estimates: dict[str, Estimate]  # by metric, over the finished seeds
+    p: dict[str, float] = field(default_factory=dict)  # p-values against the base, corrected for the number of cells
+    apart: list[str] = field(default_factory=list)  # metrics tested separately because their seeds spread so widely
 
     def _count(self, status: str | None) -> int:
         return sum((None if x is None else x["status"]) == status for x in self.runs.values())
@@ -68,19 +68,19 @@ class CellSummary:
     n_missing = property(lambda self: self._count(None))
 
     def mean_of(self, name: str) -> float | None:
-        """Of the runs that know it: parameters, seconds, memory_mib, train_loss."""
-        known = [x[name] for x in self.results if x.get(name) is not None]
-        return sum(known) / len(known) if known else None
+        """The mean of parameters, seconds, memory_mib or train_loss over the runs that have it."""
+        values = [x[name] for x in self.results if x.get(name) is not None]
+        return sum(values) / len(values) if values else None
 
     def differs(self, metric: str) -> bool:
         return self.p.get(metric, 1.0) < LEVEL
 
     @property
     def state(self) -> str:
-        """How many seeds were not done, and why; "" where all were."""
+        """The number of seeds without a result, and why; "" if all have one."""
         parts = [(self.n_diverged, "diverged"), (self.n_failed, "failed"), (self.n_missing, "not run yet")]
         n = len(self.runs)
-        return ", ".join(what if count == n else f"{count} of {n} {what}" for count, what in parts if count)
+        return ", ".join(status if count == n else f"{count} of {n} {status}" for count, status in parts if count)
 
     def to_dict(self) -> dict[str, Any]:
         metrics = {}
@@ -98,7 +98,7 @@ class CellSummary:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """The table, for people and for machines."""
+    """The results of a sweep, as text, Markdown, CSV and a dict."""
 
     sweep: Sweep
     out: Path
@@ -113,7 +113,7 @@ class SweepReport:
         for row in self.rows:
             if row.cell.name == name:
                 return row
-        raise KeyError(f"{name!r} is none of {', '.join(row.cell.name for row in self.rows)}")
+        raise KeyError(f"{name!r} is not one of {', '.join(row.cell.name for row in self.rows)}")
 
     @property
     def finished(self) -> bool:
@@ -121,7 +121,7 @@ class SweepReport:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Those asked for that some run has."""
+        """The sweep's metrics that at least one run has."""
         return tuple(name for name in self.sweep.metrics if any(name in row.estimates for row in self.rows))
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class SweepReport:
         }
 
     def csv(self) -> str:
-        """A line a cell."""
+        """One line per cell."""
         measured = [part for name in self.metrics for part in (name, f"{name}_se", f"{name}_p")]
         lines: list[list[Any]] = [["cell", "group", *self.columns, *measured, *_FACTS, "seeds", "diverged"]]
         for row in self.rows:
@@ -154,7 +154,7 @@ class SweepReport:
         return _format_csv(lines)
 
     def runs_csv(self) -> str:
-        """A line a run."""
+        """One line per run."""
         runs = [(row.cell.name, seed, x) for row in self.rows for seed, x in row.runs.items() if x is not None]
         names = sorted({name for _, _, x in runs for name, value in x["metrics"].items() if isinstance(value, float)})
         facts = ("train_loss", "reached", *_FACTS)
@@ -165,7 +165,7 @@ class SweepReport:
         return _format_csv(lines)
 
     def _lines(self) -> list[list[str]]:
-        """Head and rows as texts."""
+        """The header and the rows as strings."""
         head = ["", "", *(_SYMBOLS.get(name, name.rpartition(".")[2]) for name in self.columns)]
         head += [TITLES.get(name, name) for name in self.metrics] + ["params", "time"]
         lines, group = [head], ""
@@ -206,7 +206,7 @@ class SweepReport:
 
     @property
     def seeds_text(self) -> str:
-        """Over how many seeds the numbers are."""
+        """The number of seeds that the means are taken over."""
         counts = {row.n_done for row in self.rows if row.n_done} or {0}
         n, most = min(counts), max(counts)
         if most < 2:
@@ -214,13 +214,13 @@ class SweepReport:
         return f"mean ± standard error over {n if n == most else f'{n} to {most}'} seeds"
 
     def conclusions(self) -> list[str]:
-        """What the numbers allow to conclude, and what they do not."""
+        """The results of the tests, and caveats: failed, missing or differing runs."""
         lines = [self.seeds_text]
         for name in self.metrics:
-            if name != "perplexity" or "valid_loss" not in self.metrics:  # one is the other's exponential
+            if name != "perplexity" or "valid_loss" not in self.metrics:  # perplexity is exp(loss)
                 lines += self._verdict(name)
         for row in self.rows:
-            if row.n_diverged or row.n_failed:  # with the first message
+            if row.n_diverged or row.n_failed:
                 first = next(x for x in row.results if x["status"] != "done")
                 lines.append(f"{row.cell.name}: {row.state}; {first.get('message', '')}")
         if n_missing := sum(row.n_missing for row in self.rows):
@@ -229,14 +229,14 @@ class SweepReport:
         if len({x["data_sha256"] for x in runs if x.get("data_sha256")}) > 1:
             lines.append("not all runs saw the same data")
         orders = {seed: x.get("order") for seed, x in self.base.runs.items() if x is not None}
-        others: list[str] = []  # cells whose words change the batches themselves
+        others: list[str] = []  # cells whose overrides change the batches
         for row in self.rows[1:]:
             pairs = [(x.get("order"), orders.get(seed)) for seed, x in row.runs.items() if x is not None]
             others += [row.cell.name] if any(own and base not in (None, own) for own, base in pairs) else []
         if others:
             lines.append(f"other batches than the base: {', '.join(others)}")
         lines += missing_answers(self.sweep, runs)
-        for row in self.rows:  # outputs of the first run of each cell, where a measure gave some
+        for row in self.rows:  # sample outputs of each cell's first run, if a measure provides them
             for x in next((run["samples"] for run in row.results if run.get("samples")), ()):
                 lines.append(f"{row.cell.name} writes {x['output']!r} for {x['source']!r}: {x['target']!r}")
         return lines
@@ -259,7 +259,7 @@ class SweepReport:
             how = f"Welch's t-test, {len(tested)} cells, as the base's seeds spread far more than theirs"
         elif wide:
             how += f"; by Welch's, as its seeds spread far more: {', '.join(wide)}"
-        verdict = "; ".join(f"{what}: {', '.join(names)}" for what, names in groups.items() if names)
+        verdict = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items() if names)
         return [f"{TITLES.get(name, name)} against {self.base.cell.name} (* p < {LEVEL:g}, {how}): {verdict}"]
 
 
@@ -277,7 +277,7 @@ def _format_csv(lines: list[list[Any]]) -> str:
 
 
 def write_report(out: str | Path, sweep: Sweep | None = None) -> SweepReport:
-    """The report of a sweep's directory, also written there: table.md, table.csv, runs.csv and figures."""
+    """The report of a sweep's directory, which is also written there: table.md, table.csv, runs.csv and figures."""
     from .sweep_figures import draw_curves, draw_results
 
     out = Path(out)
@@ -291,7 +291,7 @@ def write_report(out: str | Path, sweep: Sweep | None = None) -> SweepReport:
 
 
 def _read_report(sweep: Sweep, out: Path) -> SweepReport:
-    """Read the results and compare each cell with the base; one that lost seeds to divergence is not compared."""
+    """Read the results and compare each cell with the base, unless some of its seeds diverged."""
     columns, changed = _columns({cell.name: sweep.config(cell) for cell in sweep.rows}, sweep.base_name)
     rows = []
     for cell in sweep.rows:
@@ -300,14 +300,14 @@ def _read_report(sweep: Sweep, out: Path) -> SweepReport:
         done = [x for x in row.results if x["status"] == "done"]
         for name in sweep.metrics:
             numbers = [x["metrics"].get(name, x.get(name)) for x in done]
-            if values := [float(x) for x in numbers if isinstance(x, int | float) and math.isfinite(x)]:
+            if values := [float(x) for x in numbers if isinstance(x, int | float) and abs(x) < _LARGEST_METRIC]:
                 row.estimates[name] = estimate(values)
         rows.append(row)
     base, *others = rows
     for metric in sweep.metrics if not base.n_diverged else ():
         if metric in base.estimates:
-            whole = [row for row in others if metric in row.estimates and not row.n_diverged]
-            by_cell = {row.cell.name: row.estimates[metric].values for row in whole}
+            compared = [row for row in others if metric in row.estimates and not row.n_diverged]
+            by_cell = {row.cell.name: row.estimates[metric].values for row in compared}
             comparison = compare(base.estimates[metric].values, by_cell)
             for row in others:
                 if row.cell.name in comparison.p:
@@ -318,14 +318,14 @@ def _read_report(sweep: Sweep, out: Path) -> SweepReport:
 
 
 def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...], dict[str, dict[str, str]]]:
-    """Which fields have a column, and its texts: all values of the base, of others only what is changed."""
+    """The fields that have a column, and each cell's texts for them: all for the base, the changed ones for others."""
     values = {}
     for name, config in configs.items():
         values[name], model = settings(config), config.model
-        if model.architecture != "recurrent":  # the width of a head is shown as one number
+        if model.architecture != "recurrent":  # show the width of a head as d_k
             values[name]["d_k"] = model.head_width
             del values[name]["model.d_head"]
-        if model.embedding_dropout == model.dropout:  # and one dropout where several are the same
+        if model.embedding_dropout == model.dropout:  # and equal dropouts as one
             values[name]["model.embedding_dropout"] = None
     changed = {key for fields in values.values() for key in fields if fields[key] != values[base].get(key)}
     always = ["model.n_layers", "model.d_model", "model.d_ff", "model.n_heads"]
@@ -339,7 +339,7 @@ def _columns(configs: dict[str, RunConfig], base: str) -> tuple[tuple[str, ...],
 
 
 def missing_answers(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Tests, measures and metrics that finished runs lack: done before it was asked, they are not run again."""
+    """Lines about tests, measures and metrics that finished runs lack; runs that are done are not repeated."""
     done, lines = [x for x in runs if x["status"] == "done"], list[str]()
     if not done:
         return lines
@@ -348,7 +348,7 @@ def missing_answers(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
         return f"{n} of {len(done)} finished runs {'was' if n == 1 else 'were'}"
 
     def tested_source(run: dict[str, Any], name: str, source: str) -> str | None:
-        """A result that does not say is judged by its metrics."""
+        """The examples that a run was tested on; older results do not record them, so their metrics decide."""
         if isinstance(run.get("tests"), dict):
             return run["tests"].get(name)
         return source if any(metric.startswith(f"{name}_") for metric in run["metrics"]) else None
@@ -356,12 +356,12 @@ def missing_answers(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
     for name, source in sweep.tests.items():
         for other, n in Counter(tested_source(x, name, source) for x in done).items():
             if other is None:
-                lines.append(f"{share(n)} not evaluated on {name}: done before it was asked")
+                lines.append(f"{share(n)} not evaluated on {name}: it was added after they were done")
             elif other != source:
                 lines.append(f"{share(n)} evaluated on {name}={other}, not {source}")
     for measure in sweep.measures:
         if n := sum(measure not in x.get("measures", (measure,)) for x in done):
-            lines.append(f"{share(n)} not measured by {measure}: done before it was asked")
+            lines.append(f"{share(n)} not measured by {measure}: it was added after they were done")
     answers = [pair for x in done for pair in (*x.items(), *x["metrics"].items())]
     known = {name for name, value in answers if isinstance(value, int | float) and not isinstance(value, bool)}
     refused = {name for x in done for name in x["metrics"].get("cannot") or ()}

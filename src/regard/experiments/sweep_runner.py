@@ -1,7 +1,7 @@
-"""The runs of a sweep, each in a process of its own, several at once, on this machine or on a Ray cluster.
+"""Executes the runs of a sweep in separate processes, several at a time, on this machine or on a Ray cluster.
 
-A ``Runner`` calls functions, each in a fresh process: memory and random generators are that call's own, and a call that
-crashes or is killed fails alone. ``run_sweep`` gives it the runs of a sweep that are not done yet.
+A ``Runner`` makes each call in a fresh process, so that calls share neither memory nor random generators, and one that
+crashes or is killed does not affect the others. ``run_sweep`` submits the unfinished runs of a sweep to it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from .sweep_spec import FINAL, RESULT_FILE, SWEEP_FILE, Sweep, fingerprint, prun
 
 A = TypeVar("A")
 R = TypeVar("R")
-_SAVE_SECONDS = 30.0  # how long a run that was asked to save and stop may take
-# Imported once by the process that forks for every job; torch's optimisers import its compiler, which takes seconds.
+_SAVE_SECONDS = 30.0  # time for a run to save and stop when it is interrupted
+# Imported once by the fork server; torch's optimisers import its compiler, which takes seconds.
 _PRELOAD = [
     *("regard.experiments.sweep_runner", "regard.experiments.bench_attention", "torch._dynamo"),
     *("matplotlib.figure", "matplotlib.backends.backend_agg", "torch.utils.tensorboard", "sacrebleu", "rich.live"),
@@ -51,27 +51,31 @@ _PRELOAD = [
 
 
 class JobFailed(RegardError):
-    """A job raised, its process ended by itself or was killed, or it took too long."""
+    """A job raised an exception, its process died, or it took too long."""
+
+
+class JobLost(JobFailed):
+    """The process of a job died or was killed; the same job may succeed elsewhere."""
 
 
 class Runner(ABC):
-    """Calls functions of one argument, each in a process of its own, ``workers`` at once."""
+    """Calls functions of one argument, each in a process of its own, ``workers`` at a time."""
 
     def __init__(self, workers: int = 1) -> None:
         self.workers = workers
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="job")
 
     def submit(self, function: Callable[[A], R], argument: A, max_seconds: float | None = None) -> Future[R]:
-        """The result to come, or JobFailed; function, argument and result must be picklable."""
+        """A future of the result, or of JobFailed; function, argument and result must be picklable."""
         return self._threads.submit(self._call, function, argument, max_seconds)
 
     @abstractmethod
     def _call(self, function: Callable[[A], R], argument: A, max_seconds: float | None) -> R:
-        """Run it elsewhere and wait for it; called in a thread."""
+        """Make the call in another process and wait for it; runs in a thread."""
 
     @abstractmethod
     def stop(self, force: bool = False) -> None:
-        """Ask the running jobs to save and stop, as Ctrl-C does; ``force`` ends them at once."""
+        """Tell the running jobs to save and stop, as Ctrl-C does; ``force`` kills them."""
 
     def __enter__(self) -> Runner:
         return self
@@ -82,9 +86,9 @@ class Runner(ABC):
 
 
 class LocalRunner(Runner):
-    """Processes of this machine, forked from one that has imported torch and computed nothing.
+    """Processes on this machine, forked from one that has imported torch and computed nothing.
 
-    Where there is no fork, or REGARD_FORK=0, every job starts a new interpreter instead.
+    Without fork, or with REGARD_FORK=0, every job starts a new interpreter instead.
     """
 
     def __init__(self, workers: int = 1) -> None:
@@ -93,8 +97,9 @@ class LocalRunner(Runner):
         self._context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
         if fork:
             self._context.set_forkserver_preload(_PRELOAD)
-        self._start_lock, self._lock, self._stopping = threading.Lock(), threading.Lock(), False
-        self._processes: dict[BaseProcess, bool] = {}  # True: the job has begun, so it can save
+        self._start_lock, self._lock = threading.Lock(), threading.Lock()
+        self._stopping = False
+        self._processes: dict[BaseProcess, bool] = {}  # True once the job has begun and can save
 
     def _call(self, function: Callable[[A], R], argument: A, max_seconds: float | None) -> R:
         receiver, sender = self._context.Pipe(duplex=False)
@@ -106,7 +111,7 @@ class LocalRunner(Runner):
             self._processes[process] = False
         try:
             if self._stopping:
-                raise JobFailed("stopped before it began")
+                raise JobFailed("stopped before it started")
             _receive(receiver, process, None)
             with self._lock:
                 self._processes[process] = True
@@ -128,7 +133,7 @@ class LocalRunner(Runner):
         self._stopping = True
         with self._lock:
             for process, begun in self._processes.items():
-                if force or not begun or not hasattr(os, "killpg"):  # nothing to save yet, or no way to say so
+                if force or not begun or not hasattr(os, "killpg"):  # nothing to save yet, or no signals
                     _kill(process)
                 else:
                     with suppress(ProcessLookupError):
@@ -136,18 +141,18 @@ class LocalRunner(Runner):
 
 
 def _receive(receiver: Connection, process: BaseProcess, seconds: float | None) -> Any:
-    """The child's next message; JobFailed when it ended without one."""
+    """The child's next message. Raises JobLost if it exits without one, TimeoutError after ``seconds``."""
     if not wait_for_connections([receiver, process.sentinel], seconds):
         raise TimeoutError
     with suppress(EOFError):
         if receiver.poll():
             return receiver.recv()
     process.join()
-    raise JobFailed(f"its process ended with exit status {process.exitcode}")
+    raise JobLost(f"its process ended with exit status {process.exitcode}")
 
 
 def _kill(process: BaseProcess) -> None:
-    """The process and what it has started, which is in its group."""
+    """Kill a process and its children, which are in its process group."""
     with suppress(ProcessLookupError):
         process.kill()
         if hasattr(os, "killpg"):
@@ -156,11 +161,11 @@ def _kill(process: BaseProcess) -> None:
 
 @contextmanager
 def _child_environment() -> Iterator[None]:
-    """How processes are started, and the one that forks for them.
+    """Context in which processes, and the fork server, are started.
 
-    multiprocessing would import the caller's script again in each: jobs need nothing of it, and one without a main
-    guard would start itself anew. Ctrl-C reaches the caller alone, who then interrupts the jobs. Asking NVML whether
-    there is a GPU leaves CUDA untouched, which a process that forks must.
+    It hides the caller's ``__main__``, which multiprocessing would import again in every child: jobs do not need it,
+    and a script without a main guard would run again. SIGINT is blocked, so that Ctrl-C reaches only the caller, which
+    then interrupts the jobs. torch looks for GPUs through NVML, because a process that forks must not initialise CUDA.
     """
     main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     changes = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -180,12 +185,12 @@ def _child_environment() -> Iterator[None]:
 
 
 def _job_process(sender: Connection, environment: dict[str, str], function: Callable[[A], object], argument: A) -> None:
-    """What a process of LocalRunner does."""
+    """The main function of a LocalRunner process."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def exit_with_parent() -> None:
-        """A sweep that was killed takes its runs with it: they would compute beside those of the next one."""
+        """Exit if the sweep is killed; otherwise its runs would compete with those of the next one."""
         parent.join()
         os._exit(137)
 
@@ -197,41 +202,32 @@ def _job_process(sender: Connection, environment: dict[str, str], function: Call
     os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=exit_with_parent, daemon=True).start()
-    sender.send("begun")  # everything is imported: the time limit counts from here
+    sender.send("begun")  # imports are done, so the time limit starts here
     try:
         message: tuple[bool, object] = (True, function(argument))
-    except BaseException as failure:  # the caller is told whatever it was
+    except BaseException as failure:  # any failure is reported to the caller
         traceback.print_exc()
         message = (False, f"{type(failure).__name__}: {failure}")
     sender.send(message)
 
 
 class RayRunner(Runner):
-    """Workers of a running Ray cluster: ``ray`` the one this machine belongs to, ``ray://HOST:PORT`` another.
+    """Workers of a Ray cluster: ``ray`` for the one this machine belongs to, ``ray://HOST:PORT`` for another.
 
-    The nodes need this version of regard, and the data at the same place. Sweep directories may be shared or not: a
-    result comes back either way, but only a shared directory lets an interrupted run go on from its checkpoint. A time
-    limit includes the start of a worker.
+    The nodes need this version of regard, and the data at the same paths. Results come back whether or not the sweep's
+    directory is shared, but an interrupted run can resume from its checkpoint only in a shared directory. A time limit
+    includes the start of a worker. With ``fresh=False`` a worker process makes several calls and can keep state between
+    them.
     """
 
-    def __init__(self, address: str, workers: int | None = None) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise RegardError("on=ray needs Ray: pip install 'regard[cluster]'") from None
+    def __init__(self, address: str, workers: int | None = None, *, fresh: bool = True) -> None:
+        ray, self._connected_here = connect_ray(address)
         self._ray = ray
-        self._connected_here = not ray.is_initialized()
-        if self._connected_here:
-            try:
-                ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level="error")
-            except (ConnectionError, ValueError) as error:
-                why = f"no Ray cluster answers ({str(error).partition(chr(10))[0]}); ray start --head begins one"
-                raise RegardError(f"on={address}: {why}") from None
         resources = ray.cluster_resources()
         super().__init__(workers or max(1, int(resources.get("CPU", 1))))
-        n_gpus = 0.25 if resources.get("GPU") else 0  # runs are small: four share a GPU
-        # A worker ends after one call, and a call that failed is not repeated.
-        options = ray.remote(num_cpus=1, num_gpus=n_gpus, max_calls=1, max_retries=0)
+        n_gpus = 0.25 if resources.get("GPU") else 0  # runs are small, so four share a GPU
+        # A fresh worker exits after one call; failed calls are not retried.
+        options = ray.remote(num_cpus=1, num_gpus=n_gpus, max_calls=1 if fresh else 0, max_retries=0)
         self._remote, self._references = options(_ray_job()), set[Any]()
 
     def _call(self, function: Callable[[A], R], argument: A, max_seconds: float | None) -> R:
@@ -246,7 +242,7 @@ class RayRunner(Runner):
         except ray.exceptions.RayTaskError as failure:
             raise JobFailed(f"{type(failure.cause).__name__}: {failure.cause}") from None
         except ray.exceptions.RayError as failure:
-            raise JobFailed(f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}") from None
+            raise JobLost(f"{type(failure).__name__}: {str(failure).partition(chr(10))[0]}") from None
         finally:
             self._references.discard(reference)
 
@@ -260,9 +256,28 @@ class RayRunner(Runner):
             self._ray.shutdown()
 
 
+def connect_ray(address: str) -> tuple[Any, bool]:
+    """The ray module, connected, and whether this call connected it; then the caller must disconnect."""
+    try:
+        import ray
+    except ImportError:
+        raise RegardError("on=ray needs Ray: pip install 'regard[cluster]'") from None
+    if ray.is_initialized():
+        return ray, False
+    try:
+        ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level="error")
+    except (ConnectionError, ValueError) as error:
+        reason = f"no Ray cluster answers ({str(error).partition(chr(10))[0]}); start one with ray start --head"
+        raise RegardError(f"on={address}: {reason}") from None
+    return ray, True
+
+
 def _ray_job() -> Callable[..., Any]:
-    """The function that Ray workers call. It is local, hence sent by value: this package need not be importable before
-    the caller's import path is set."""
+    """The function that Ray workers call.
+
+    It is a local function, which Ray pickles by value, because regard may not be importable in the worker until the
+    caller's import path is set.
+    """
 
     def call_job(directory: str, path: list[str], variables: dict[str, str], job: bytes) -> Any:
         import contextlib
@@ -270,7 +285,7 @@ def _ray_job() -> Callable[..., Any]:
         import pickle
         import sys
 
-        sys.path += [place for place in path if place not in sys.path]
+        sys.path += [entry for entry in path if entry not in sys.path]
         os.environ.update(variables)
         with contextlib.suppress(OSError):
             os.chdir(directory)
@@ -280,21 +295,22 @@ def _ray_job() -> Callable[..., Any]:
     return call_job
 
 
-def open_runner(on: str, jobs: int | None, most: int) -> Runner:
-    """``local``, ``ray`` or ``ray://HOST:PORT`` with ``jobs`` workers, or one a core; never over ``most``.
+def open_runner(on: str, jobs: int | None, max_workers: int, *, fresh: bool = True) -> Runner:
+    """The runner ``local``, ``ray`` or ``ray://HOST:PORT`` with ``jobs`` workers, but at most ``max_workers``.
 
-    A run computes with one thread, so there are as many as cores; on a GPU, which they share, four.
+    The default is one worker per core, since a run uses one thread; with a GPU, which they share, at most four.
     """
     check_runner(on)
     if on != "local":
-        return RayRunner(on, None if jobs is None else min(jobs, most))
+        return RayRunner(on, None if jobs is None else min(jobs, max_workers), fresh=fresh)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return LocalRunner(min(jobs or (min(4, cores) if torch.cuda.is_available() else cores), most))
+    default = min(4, cores) if torch.cuda.is_available() else cores
+    return LocalRunner(min(jobs or default, max_workers))
 
 
 def check_runner(on: str) -> None:
     if on not in ("local", "ray") and not on.startswith("ray://"):
-        raise UsageError(f"on={on} is none of local, ray, ray://HOST:PORT")
+        raise UsageError(f"on={on} is not one of local, ray, ray://HOST:PORT")
 
 
 # ------------------------------------------------------------------------------------- all runs of a sweep
@@ -311,28 +327,28 @@ def run_sweep(
     progress: Callable[[str], None] | None = None,
     on: str = "local",
 ) -> SweepReport:
-    """Run what is not yet done, each (cell, seed) in a process of its own, ``jobs`` of them at once; then report.
+    """Execute the unfinished runs, each (cell, seed) in its own process, ``jobs`` at a time; then write the report.
 
-    minutes      stop in time to be done after so many: what is in flight is saved, the next call goes on
-    max_seconds  a run that takes longer has failed
-    keep         leave the weights of finished runs where they are
+    minutes      stop after this time; unfinished runs are saved and resumed by the next call
+    max_seconds  a run that takes longer counts as failed
+    keep         keep the weights of finished runs
     on           local, ray (the cluster this machine belongs to) or ray://HOST:PORT
-    Seeds go round by round, so that a sweep cut short has seen every cell. Ctrl-C saves what is in flight and raises
-    ``Interrupted``.
+    All cells are run with one seed before the next, so that a sweep cut short has results for every cell. Ctrl-C saves
+    the running jobs and raises ``Interrupted``.
     """
     out, report = Path(out), progress or (lambda line: None)
     for cell in sweep.rows:
-        sweep.config(cell)  # what cannot be meant is refused before anything is run
+        sweep.config(cell)  # an invalid cell is refused before anything is run
     sweep.check_measures(out / SWEEP_FILE)
     check_positive(jobs=jobs)
     check_runner(on)
     out.mkdir(parents=True, exist_ok=True)
-    with file_lock(out, "is being swept by another process"):
+    with file_lock(out, "is in use by another sweep"):
         sweep.write(out)
         waiting, n_done = unfinished_runs(sweep, out, keep)
         n_all = len(waiting) + n_done
         if n_done:
-            report(f"{n_done} of {n_all} runs are done already")
+            report(f"{n_done} of {n_all} runs are already done")
         if waiting:
             with open_runner(on, jobs, len(waiting)) as runner:
                 _Schedule(out, runner, n_done, n_all, report).run(waiting, minutes, max_seconds)
@@ -340,26 +356,35 @@ def run_sweep(
 
 
 def unfinished_runs(sweep: Sweep, out: Path, keep: bool) -> tuple[list[CellRun], int]:
-    """The runs without a final result, and the number of those with one."""
+    """The runs without a final result, and the number of runs with one."""
     waiting, n_done, shared = [], 0, (out / "shared").absolute()
     for seed, cell in product(sweep.seeds, sweep.rows):
         config, folder = sweep.config(cell, seed), run_folder(out, cell.name, seed)
-        mark, known = fingerprint(config), read_result(out, cell.name, seed)
-        if known is None or known["status"] not in FINAL:
-            asked = dict(sweep.tests), list(sweep.measures), keep
-            fields = config.model_dump(mode="json")
-            waiting.append(CellRun(cell.name, seed, folder.absolute(), shared, fields, mark, *asked))
+        digest, result = fingerprint(config), read_result(out, cell.name, seed)
+        if result is None or result["status"] not in FINAL:
+            run = CellRun(
+                cell.name,
+                seed,
+                folder=folder.absolute(),
+                shared=shared,
+                config=config.model_dump(mode="json"),
+                fingerprint=digest,
+                tests=dict(sweep.tests),
+                measures=list(sweep.measures),
+                keep=keep,
+            )
+            waiting.append(run)
             continue
-        if known.get("fingerprint") != mark:
-            raise RegardError(f"{folder} was run with other settings; --out names another directory")
-        if known.get("keep") is False:  # killed just then, a run may have left its weights
+        if result.get("fingerprint") != digest:
+            raise RegardError(f"{folder} was run with other settings; choose another directory with --out")
+        if result.get("keep") is False:  # a run that was killed before it pruned itself has left its weights
             prune_run(folder)
         n_done += 1
     return waiting, n_done
 
 
 class _Schedule:
-    """Starts runs while there is time, collects their results, and stops them when asked to."""
+    """Starts runs while there is time, collects their results, and stops them at the deadline or on a signal."""
 
     def __init__(self, out: Path, runner: Runner, n_done: int, n_all: int, report: Callable[[str], None]) -> None:
         self.out, self.runner, self.n_done, self.n_all, self.report = out, runner, n_done, n_all, report
@@ -369,8 +394,8 @@ class _Schedule:
     def run(self, waiting: list[CellRun], minutes: float | None, max_seconds: float | None) -> None:
         deadline = math.inf if minutes is None else self.start + 60 * minutes
         with Signals() as signals:
-            while not signals.asked and time.monotonic() <= deadline:
-                # A run that is not likely to be done in time is not started.
+            while not signals.exit_code and time.monotonic() <= deadline:
+                # A run that would probably not finish in time is not started.
                 while waiting and len(self.running) < self.runner.workers:
                     if time.monotonic() + self.longest >= deadline:
                         break
@@ -386,33 +411,33 @@ class _Schedule:
                 until = time.monotonic() + _SAVE_SECONDS
                 while self.running and time.monotonic() < until:
                     self._collect(stopping=True)
-            left -= self.n_done - before  # what was done while it was asked to stop
-        if signals.asked:
-            message = f"stopped with {left} of {self.n_all} runs to do; starting it again goes on"
-            raise Interrupted(message, signals.asked)
+            left -= self.n_done - before  # runs that finished while stopping
+        if signals.exit_code:
+            message = f"stopped with {left} of {self.n_all} runs to do; run the same command to continue"
+            raise Interrupted(message, signals.exit_code)
         if left:
-            self.report(f"time is up with {left} of {self.n_all} runs to do; starting it again goes on")
+            self.report(f"time is up with {left} of {self.n_all} runs to do; run the same command to continue")
 
     def _collect(self, stopping: bool = False) -> None:
         for future in wait(self.running, 0.25, FIRST_COMPLETED)[0]:
             run, start = self.running.pop(future)
             try:
                 result = future.result()
-            except Exception as failure:  # whatever a job raised fails its own run only
+            except Exception as failure:  # an exception fails only its own run
                 if stopping:
                     continue
-                why = str(failure)
-                if "exit status" in why:
-                    why += f"; {run_folder(self.out, run.cell, run.seed) / 'log.txt'} may say why"
-                failed = {"fingerprint": run.fingerprint, "status": "failed", "message": why, "metrics": {}}
+                reason = str(failure)
+                if "exit status" in reason:
+                    reason += f"; see {run_folder(self.out, run.cell, run.seed) / 'log.txt'}"
+                failed = {"fingerprint": run.fingerprint, "status": "failed", "message": reason, "metrics": {}}
                 _write_result(run, failed)
-                self.report(f"{run.cell}, seed {run.seed}: failed: {why}")
+                self.report(f"{run.cell}, seed {run.seed}: failed: {reason}")
             else:
                 if result is not None:  # None: interrupted, and saved
                     self._record(run, result, time.monotonic() - start)
 
     def _record(self, run: CellRun, result: dict[str, Any], seconds: float) -> None:
-        if read_result(self.out, run.cell, run.seed) is None:  # a node that does not share this directory
+        if read_result(self.out, run.cell, run.seed) is None:  # it ran on a node that does not share this directory
             _write_result(run, result)
         self.n_done += 1
         self.longest = max(self.longest, seconds)
@@ -422,9 +447,9 @@ class _Schedule:
             outcome = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if value is not None)
         spent, done = time.monotonic() - self.start, max(1, self.n_done - self.n_before)
         left = self.n_all - self.n_done
-        guess = f"; about {spent / done * left / 60:.1f} min left" if left > 0 else ""
+        estimate = f"; about {spent / done * left / 60:.1f} min left" if left > 0 else ""
         name = f"[{self.n_done}/{self.n_all}] {run.cell}, seed {run.seed}"
-        self.report(f"{name}: {outcome}, {result['seconds']:.0f} s{guess}")
+        self.report(f"{name}: {outcome}, {result['seconds']:.0f} s{estimate}")
 
 
 def _write_result(run: CellRun, result: dict[str, Any]) -> None:

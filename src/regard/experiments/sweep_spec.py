@@ -1,14 +1,14 @@
-"""A sweep: the same run with one thing changed at a time, every change with several seeds, kept in one directory.
+"""A sweep: one run repeated with one setting changed at a time, each cell with several seeds, in one directory.
 
-OUT/sweep.json                    what is swept
-OUT/shared/…                      tokenizers, trained once for all runs that read the same data
-OUT/cells/CELL/seed-N/result.json one run's outcome, written last and whole: where it stands, the run is never run again
-OUT/cells/CELL/seed-N/run/        its run directory: an interrupted run goes on from it; weights go when it is done
+OUT/sweep.json                    the definition of the sweep
+OUT/shared/…                      tokenizers, trained once for all runs on the same data
+OUT/cells/CELL/seed-N/result.json the outcome of one run, written atomically at its end; a run that has one is done
+OUT/cells/CELL/seed-N/run/        its run directory, for resuming; the weights are deleted when it is done
 OUT/table.md, table.csv, runs.csv, results.png, curves.png
 
-Runs of one seed see the same batches in the same order in every cell. Paths inside OUT are relative: it may be moved.
-A sweep's directory may be anybody's: nothing it names is imported. It goes on where a mechanism of one's own is known:
-typed again, in REGARD_MIXERS, or entered in ``MIXERS``.
+Runs with the same seed see the same batches in the same order in every cell. Paths inside OUT are relative, so the
+directory can be moved. A sweep's directory is not trusted: nothing it names is imported. To resume a sweep with a
+mechanism of your own, name the mechanism again, list it in REGARD_MIXERS, or add it to ``MIXERS``.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from ..recipes import recipe as recipe_of
 from ..recipes import run_config
 
 SWEEP_FILE, RESULT_FILE = "sweep.json", "result.json"
-FINAL = ("done", "diverged")  # outcomes that stand; a run that failed is tried again with the next start
-# Where files lie and what computes is the machine's business: a sweep may move. Results say what data they saw.
+FINAL = ("done", "diverged")  # final outcomes; a failed run is tried again by the next call
+# Paths and devices may differ between machines; results record the hash of their data instead.
 _MACHINE_FIELDS = {"data": ("source", "valid"), "train": ("out", "seed", "device")}
-# Fields that a recurrent model does not read, and those that mean nothing without a norm.
+# Fields without effect in a recurrent model, and in a model without norms.
 _UNUSED_RECURRENT = ("n_heads", "n_kv_heads", "d_head", "d_ff", "positions", "norm", "norm_place", "attention_scale")
 _UNUSED_WITHOUT_NORM = ("norm_place", "norm_eps", "norm_bias")
 _FILES_OF_FINISHED_RUN = ("run.json", "provenance.json", "metrics.jsonl", "evaluation.json")
 _CELL_NAME = re.compile(r"[^\W/\\:]([\w.,=+ ×½¼-]*[^\W/\\:])?")
-# Measures by the names that earlier versions wrote into sweeps and results.
+# Names of measures in the sweeps and results of earlier versions, and their names now.
 _MOVED_MEASURES = {
     "regard.experiments.token_by_token:measure": "regard.experiments.sweep_cell:measure_token_by_token",
     "regard.experiments.extrapolation:losses": "regard.experiments.sweep_cell:measure_lengths",
@@ -55,11 +55,11 @@ _MOVED_MEASURES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One row of the table: words (``model.n_heads=1``) that change the base."""
+    """One row of the table: overrides (``model.n_heads=1``) of the base."""
 
     name: str
     words: tuple[str, ...] = ()
-    group: str = ""  # rows of one group stand together under its letter, as in the paper's table
+    group: str = ""  # rows of a group are listed under its letter, as in the paper's table 3
 
     def __post_init__(self) -> None:
         if not _CELL_NAME.fullmatch(self.name):
@@ -68,34 +68,34 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A base (a recipe and words that change it) and the cells that change one thing of it."""
+    """A base (a recipe with overrides) and cells that each change one thing about it."""
 
     name: str
-    recipe: str  # of ``regard.RECIPES``; its task is the sweep's
+    recipe: str  # a name in ``regard.RECIPES``; determines the task
     base_words: tuple[str, ...] = ()
-    cells: tuple[Cell, ...] = ()  # without the base itself, which is always run
+    cells: tuple[Cell, ...] = ()  # the base itself is not listed; it is always run
     seeds: tuple[int, ...] = (0, 1, 2)
-    metrics: tuple[str, ...] = ("valid_loss",)  # shown and tested against the base; figures follow the first one
+    metrics: tuple[str, ...] = ("valid_loss",)  # columns of the table, tested against the base; figures use the first
     # Further examples to evaluate each finished model on, by name: {"test": "test.en,test.de"} → test_bleu, …
     tests: Mapping[str, str] = field(default_factory=dict)
-    measures: tuple[str, ...] = ()  # functions ``package.module:name`` of a finished run's directory → more metrics
+    measures: tuple[str, ...] = ()  # functions ``package.module:name``: directory of a finished run → more metrics
     base_name: str = "base"
     about: str = ""
-    ending: str = ""  # which of ``ablations.EXTENDED_REPORTS`` it ends with
-    stored: bool = field(default=False, compare=False)  # read from a directory: nothing that it names is imported
+    ending: str = ""  # the name of its report in ``ablations.EXTENDED_REPORTS``
+    stored: bool = field(default=False, compare=False)  # read from a directory, so nothing that it names is imported
 
     def __post_init__(self) -> None:
         folders: dict[str, str] = {}
         for cell in self.rows:
-            # Some file systems take upper and lower case for one, and both ways to write an accent.
+            # Some file systems ignore case and Unicode normalisation.
             folder = unicodedata.normalize("NFC", cell.name.replace(" ", "_")).casefold()
             if folders.setdefault(folder, cell.name) != cell.name:
-                raise UsageError(f"cells {folders[folder]!r} and {cell.name!r} would have one directory")
+                raise UsageError(f"cells {folders[folder]!r} and {cell.name!r} would share a directory")
         names = [cell.name for cell in self.rows]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise UsageError(f"two cells are called {min(twice)!r}")
+        if duplicates := {name for name in names if names.count(name) > 1}:
+            raise UsageError(f"two cells are called {min(duplicates)!r}")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            raise UsageError(f"seeds={self.seeds} must be at least one number, each once")
+            raise UsageError(f"seeds={self.seeds} must be one or more different numbers")
         if not self.metrics:
             raise UsageError("a sweep needs at least one metric")
 
@@ -105,11 +105,11 @@ class Sweep:
         return (Cell(self.base_name), *self.cells)
 
     def config(self, cell: Cell, seed: int = 0) -> RunConfig:
-        """What is run for a cell; the runner sets ``train.out``."""
+        """The config of a cell's run; the runner sets ``train.out``."""
         words = merge_words(self.base_words, cell.words, (f"train.seed={seed}",))
         for word in words if self.stored else ():
             name, _, value = word.partition("=")
-            if name == "model.mixer" and ":" in value:  # a mechanism, module:Class, that nobody but a file has named
+            if name == "model.mixer" and ":" in value:  # a mechanism, module:Class, named only by a file
                 try:
                     get_mixer(value)
                 except ValueError as error:
@@ -117,11 +117,11 @@ class Sweep:
         return run_config(recipe_of(self.recipe)["task"], words, preset=self.recipe)
 
     def with_words(self, words: Sequence[str]) -> Sweep:
-        """The same with more words about the base; cells still change what they are about."""
+        """The same sweep with further overrides of the base; those of the cells still take precedence."""
         return replace(self, base_words=tuple(merge_words(self.base_words, words)))
 
     def test_metric(self, name: str) -> str:
-        """The metric that is shown of further examples: BLEU, accuracy or loss, by what the model does."""
+        """The metric shown for the further examples ``name``: BLEU, accuracy or loss, depending on the model."""
         model = self.config(self.rows[0]).model
         if model.head == "classify":
             return f"{name}_accuracy"
@@ -129,12 +129,12 @@ class Sweep:
         return f"{name}_bleu" if translates else f"{name}_loss"
 
     def without_base_copies(self) -> Sweep:
-        """The same without cells that are the base itself: what they change, it has already, or does not read."""
+        """The same sweep without cells whose overrides have no effect on the base."""
         base = _effective_settings(self.config(self.rows[0]))
         cells = tuple(cell for cell in self.cells if _effective_settings(self.config(cell)) != base)
         if self.cells and not cells:
             names = ", ".join(cell.name for cell in self.cells)
-            raise UsageError(f"{self.name}: nothing is left to compare: {names} would be the same run as the base")
+            raise UsageError(f"{self.name}: there is nothing to compare: {names} would be the same run as the base")
         return replace(self, cells=cells)
 
     # ------------------------------------------------------------------------------------- on disk
@@ -144,10 +144,10 @@ class Sweep:
 
     @classmethod
     def read(cls, out: str | Path) -> Sweep:
-        """The sweep that a directory holds."""
+        """The sweep stored in a directory."""
         path = Path(out) / SWEEP_FILE
         if not path.is_file():
-            raise RegardError(f"{out} holds no sweep: it has no {SWEEP_FILE}")
+            raise RegardError(f"{out} is not a sweep: it has no {SWEEP_FILE}")
         fields = parse_json(path.read_bytes(), path)
         try:
             sweep = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)
@@ -158,37 +158,41 @@ class Sweep:
         return replace(sweep, stored=True, measures=tuple(_current_measures(sweep.measures)))
 
     def write(self, out: Path) -> None:
-        """Into a new directory, or over the same sweep: cells and seeds may join, settings may not change. Seeds that
-        are not asked for today stay part of it."""
-        path, whole = out / SWEEP_FILE, self
+        """Write into a new directory, or update the same sweep: cells and seeds can be added, settings cannot change.
+
+        Stored seeds that this sweep does not list are kept.
+        """
+        path, merged = out / SWEEP_FILE, self
         if path.exists():
             before = Sweep.read(out)
             self.check_same_settings(before, out)
-            whole = replace(self, seeds=tuple(dict.fromkeys((*before.seeds, *self.seeds))))
+            merged = replace(self, seeds=tuple(dict.fromkeys((*before.seeds, *self.seeds))))
         elif out.exists() and any(out.iterdir()):
-            raise FileExistsError(f"{out} already holds something else; --out names another directory")
+            raise FileExistsError(f"{out} is not empty and holds no sweep; choose another directory with --out")
         out.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or path.read_bytes() != to_json(whole.to_dict()):
-            write_atomic(path, to_json(whole.to_dict()))
+        content = to_json(merged.to_dict())
+        if not path.exists() or path.read_bytes() != content:
+            write_atomic(path, content)
 
     def check_same_settings(self, stored: Sweep, out: Path) -> None:
-        """Refuse where a cell of that name was another run there."""
-        mine = {cell.name: cell for cell in self.rows}
-        for cell in stored.rows:
-            now = settings(self.config(mine[cell.name])) if cell.name in mine else {}
-            before = settings(stored.config(cell)) if now else {}
-            for name, value in now.items():
+        """Raise UsageError if a cell of the stored sweep has the same name but other settings."""
+        own_cells = {cell.name: cell for cell in self.rows}
+        for stored_cell in stored.rows:
+            if (cell := own_cells.get(stored_cell.name)) is None:
+                continue
+            before = settings(stored.config(stored_cell))
+            for name, value in settings(self.config(cell)).items():
                 if before.get(name) != value:
-                    change = f"{name}={before.get(name)}, not {value}; --out names another directory"
+                    change = f"{name}={before.get(name)}, not {value}; choose another directory with --out"
                     raise UsageError(f"{out} holds this sweep with other settings: {change}")
 
     def check_measures(self, file: Path) -> None:
-        """Refuse to call a function that nobody but a file has named, unless it is one of regard's."""
+        """Refuse to call a function that only a stored file names, unless it belongs to regard."""
         for measure in self.measures if self.stored else ():
             if not measure.startswith("regard."):
                 raise BadModelFile(
-                    f"{file} asks for {measure!r}, and code that a directory names is never run unasked; "
-                    "regard ablate FILE.toml, the grid it came from, goes on with it"
+                    f"{file} names the measure {measure!r}, and code named by a stored sweep is never run; "
+                    "resume it with regard ablate FILE.toml, the grid it came from"
                 )
 
 
@@ -197,14 +201,13 @@ def _current_measures(measures: Iterable[str]) -> list[str]:
 
 
 def check_words(words: Sequence[str]) -> list[str]:
-    """Words that a person gave, checked for their form before any process is started; a mechanism of their own that
-    they name is imported now, and known from then on."""
+    """Check the syntax of a user's overrides before any process is started, and import a mechanism that they name."""
     parse_overrides(words)
     return list(words)
 
 
 def merge_words(*layers: Iterable[str]) -> list[str]:
-    """Words with later layers over earlier ones; ``model=NAME`` starts the model afresh, as it does in a recipe."""
+    """Merge overrides; later layers win. As in a recipe, ``model=NAME`` discards earlier ``model.…`` overrides."""
     merged: dict[str, str] = {}
     for layer in layers:
         names = {word: word.partition("=")[0] for word in layer}
@@ -216,7 +219,7 @@ def merge_words(*layers: Iterable[str]) -> list[str]:
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
-    """What makes a run the one it is, field by field."""
+    """The settings that define a run, by field; paths, seed and device are not among them."""
     fields: dict[str, Any] = {"task": config.task}
     for section in ("data", "model", "train"):
         skipped = _MACHINE_FIELDS.get(section, ())
@@ -226,7 +229,7 @@ def settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _effective_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that this model reads."""
+    """The settings that have an effect in this model."""
     model, unused = config.model, tuple[str, ...]()
     if model.architecture == "recurrent":
         unused = _UNUSED_RECURRENT
@@ -236,7 +239,7 @@ def _effective_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """What a result is recognised by."""
+    """A hash of a run's settings and seed, which identifies its result."""
     text = json.dumps([settings(config), config.train.seed], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -246,32 +249,32 @@ def run_folder(out: Path, cell: str, seed: int) -> Path:
 
 
 def prune_run(folder: Path) -> None:
-    """Leave of a finished run what says how it went; its weights go."""
+    """Delete a finished run's weights and keep its records."""
     for path in (folder / "run").glob("*"):
         if path.name not in _FILES_OF_FINISHED_RUN:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     (folder / "spent.json").unlink(missing_ok=True)
 
 
-class _Metrics(BaseModel):
+class _ResultMetrics(BaseModel):
     cannot: dict[str, str] | None = None  # metrics that cannot be measured, each with the reason
 
 
-class _Sample(BaseModel):
+class _ResultSample(BaseModel):
     source: Any
     target: Any
     output: Any
 
 
 class _Result(BaseModel):
-    """The types of what is read of result.json; anything may stand beside it."""
+    """The fields of result.json that are read, with their types; it may contain others."""
 
     status: str
-    metrics: _Metrics
+    metrics: _ResultMetrics
     message: str = ""
     tests: dict[str, str] = {}
     measures: list[str] = []
-    samples: list[_Sample] = []
+    samples: list[_ResultSample] = []
     curve: list[tuple[int, float | None]] = []
     order: str = ""
     data_sha256: str = ""
@@ -282,7 +285,7 @@ class _Result(BaseModel):
 
 
 def read_result(out: Path, cell: str, seed: int) -> dict[str, Any] | None:
-    """The outcome of a run; None where there is none, or where it cannot be read."""
+    """The outcome of a run; None if it has none or its file cannot be read."""
     path = run_folder(out, cell, seed) / RESULT_FILE
     try:
         result = parse_json(path.read_bytes(), path)
@@ -292,19 +295,19 @@ def read_result(out: Path, cell: str, seed: int) -> dict[str, Any] | None:
     return {**result, "measures": _current_measures(result["measures"])} if "measures" in result else result
 
 
-# ------------------------------------------------------------------------------------- a grid of one's own, as TOML
+# ------------------------------------------------------------------------------------- sweeps in TOML files
 
 _FIELDS = ("name", "about", "recipe", "words", "seeds", "metrics", "measures", "grid", "cells", "tests", "base_name")
 
 
 def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
-    """The sweep a file describes, with more words about its base; the combination that changes nothing is the base.
+    """The sweep that a file describes, with further overrides of its base.
 
-    [grid] has a list of values for each field, every combination a cell; [[cells]] are further cells (name, words);
-    [tests] are further examples to evaluate on. docs/ablations.md has an example.
+    [grid] lists values for each field, and every combination is a cell, except the one that equals the base; [[cells]]
+    are further cells (name, words); [tests] are further examples to evaluate on. docs/ablations.md has an example.
 
-    Such a file is a script of its reader's: what it names as ``module:Class`` (model.mixer) or ``module:function``
-    (measures) is imported and run. A grid of somebody else's is to be read first, as any script is.
+    Such a file is trusted like a script: a ``module:Class`` (model.mixer) or ``module:function`` (measures) in it is
+    imported and run. Read a file from somebody else before you run it.
     """
     try:
         fields = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -312,27 +315,27 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
         raise UsageError(f"{path} is not TOML: {error}") from None
     for name in fields:
         if name not in _FIELDS:
-            raise UsageError(f"{path} says {name!r}, which means nothing here{did_you_mean(name, _FIELDS)}")
+            raise UsageError(f"{path} has an unknown field {name!r}{did_you_mean(name, _FIELDS)}")
     if "recipe" not in fields:
-        raise UsageError(f"{path} names no recipe")
+        raise UsageError(f"{path} does not name a recipe")
     for name in ("grid", "tests"):
         if not isinstance(fields.setdefault(name, {}), dict):
-            raise UsageError(f"{path}: {name} is a table, [{name}], not {fields[name]!r}")
+            raise UsageError(f"{path}: {name} must be a table, [{name}], not {fields[name]!r}")
     tests = {str(name): str(source) for name, source in fields["tests"].items()}
-    own_cells, seeds = fields.get("cells", []), fields.get("seeds", 3)
-    if not isinstance(own_cells, list):
-        raise UsageError(f"{path}: cells are written [[cells]], not {own_cells!r}")
+    cells, seeds = fields.get("cells", []), fields.get("seeds", 3)
+    if not isinstance(cells, list):
+        raise UsageError(f"{path}: cells must be written as [[cells]], not {cells!r}")
     if any(type(x) is not int for x in (seeds if isinstance(seeds, list) else [seeds])):
-        raise UsageError(f"{path}: seeds is a number or a list of numbers, not {seeds!r}")
+        raise UsageError(f"{path}: seeds must be a number or a list of numbers, not {seeds!r}")
     sweep = Sweep(
         name=str(fields.get("name", path.stem)),
         recipe=str(fields["recipe"]),
-        base_words=_toml_texts(path, fields, "words"),
-        cells=(*_grid_cells(fields["grid"]), *(_toml_cell(path, cell) for cell in own_cells)),
+        base_words=_toml_strings(path, fields, "words"),
+        cells=(*_grid_cells(fields["grid"]), *(_toml_cell(path, cell) for cell in cells)),
         seeds=tuple(seeds if isinstance(seeds, list) else range(seeds)),
-        metrics=_toml_texts(path, fields, "metrics", ["valid_loss"]),
+        metrics=_toml_strings(path, fields, "metrics", ["valid_loss"]),
         tests=tests,
-        measures=_toml_texts(path, fields, "measures"),
+        measures=_toml_strings(path, fields, "measures"),
         base_name=str(fields.get("base_name", "base")),
         about=str(fields.get("about", "")),
     )
@@ -341,11 +344,11 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
     return sweep.with_words(words).without_base_copies()
 
 
-def _toml_texts(path: Path, fields: dict[str, Any], name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
-    texts = fields.get(name, list(default))
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"{path}: {name} is a list of texts, not {texts!r}")
-    return tuple(texts)
+def _toml_strings(path: Path, fields: dict[str, Any], name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
+    strings = fields.get(name, list(default))
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise UsageError(f"{path}: {name} must be a list of strings, not {strings!r}")
+    return tuple(strings)
 
 
 def _grid_cells(grid: dict[str, Any]) -> list[Cell]:
@@ -362,5 +365,5 @@ def _grid_cells(grid: dict[str, Any]) -> list[Cell]:
 
 def _toml_cell(path: Path, fields: Any) -> Cell:
     if not isinstance(fields, dict) or "name" not in fields or set(fields) - {"name", "words", "group"}:
-        raise UsageError(f"{path}: a cell has a name, words and perhaps a group, not {fields!r}")
-    return Cell(str(fields["name"]), _toml_texts(path, fields, "words"), str(fields.get("group", "")))
+        raise UsageError(f"{path}: a cell must have a name, words and optionally a group, not {fields!r}")
+    return Cell(str(fields["name"]), _toml_strings(path, fields, "words"), str(fields.get("group", "")))

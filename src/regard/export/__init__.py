@@ -1,6 +1,6 @@
-"""From a model to an artefact: ONNX, CTranslate2, GGUF, int8 and Hugging Face directories, each with its certificate.
+"""Export of models as ONNX, CTranslate2, GGUF, int8 and Hugging Face directories, each with a certificate.
 
-The module can be called: ``regard.export(model, kind, path)`` is ``regard.export.export(model, kind, path)``.
+The module is callable: ``regard.export(model, kind, path)`` is ``regard.export.export(model, kind, path)``.
 """
 
 import sys
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class _CallableModule(ModuleType):
-    """A function named ``export`` in ``regard`` would be hidden by this submodule, so the submodule is callable."""
+    """Makes this submodule callable, because it would shadow a function named ``export`` in ``regard``."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return export(*args, **options)

@@ -1,8 +1,8 @@
 """The certificate: how far an exported model is from the original, on random shapes and on a file.
 
-The reference is the model with attention computed step by step. Compared with it are the fused kernels, the cache, the
-compiled graph, the directory read back, and each engine in it; for an engine that returns no logits, log probabilities
-of given tokens are compared. The document does not depend on when or where it was made.
+The reference is the model with attention computed by the reference backend. The fused kernels, the cache, the compiled
+graph, the directory read back and each engine in it are compared with it, by logits or, for an engine that returns
+none, by the log probabilities of given tokens. The document does not depend on when or where it was made.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from .parity_cases import BATCH, ParityCase, check_file, largest_sizes, make_cas
 from .quantise import is_quantised
 
 NAME = "certificate.json"
-Reference = tuple[ParityCase, Tensor]  # a case, and the logits of the model with attention step by step
+Reference = tuple[ParityCase, Tensor]  # a case and its logits, computed with the reference backend
 _NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far an exported model may differ. None: it is measured without a bound."""
+    """How far an exported model may differ. None: the difference is measured but not bounded."""
 
-    # Largest difference of a logit, or of a token's log probability, as a share of the largest distance of a logit from
-    # the mean of its row, or of 1 where that is less; not for int8.
+    # Largest difference of a logit, or of a token's log probability, relative to the spread: the largest distance of a
+    # logit from the mean of its row, at least 1. Not for int8.
     max_abs: float | None = 1e-4
-    times_fp32: float | None = 4.0  # or so many times what the formula in float32 differs from float64, if that is more
-    same_text: float | None = 0.99  # least share of greedy texts with the same tokens; not for int8
-    delta: float | None = 0.2  # largest loss of the metric on a file: points of BLEU, percent, perplexity; int8 too
+    times_fp32: float | None = 4.0  # max_abs may rise to this multiple of the reference's float32 rounding error
+    same_text: float | None = 0.99  # smallest share of greedy texts with identical tokens; not for int8
+    delta: float | None = 0.2  # largest drop of the file's metric: points of BLEU, percent, perplexity; also for int8
     int8_same_text: float | None = None  # same_text for int8
-    int8_loss: float | None = 0.01  # by which share int8 may raise the perplexity of what the model itself says
+    int8_loss: float | None = 0.01  # relative increase of perplexity under int8, on the model's own distribution
 
     def __post_init__(self) -> None:
         for name in ("max_abs", "times_fp32", "same_text", "delta", "int8_same_text", "int8_loss"):
@@ -87,8 +87,8 @@ def certify(
 ) -> dict[str, Any]:
     """Compare a float32 model on the CPU with everything in an exported directory.
 
-    check     a file of pairs, texts or labelled texts, on which the metric of the task is compared too
-    compiled  whether torch.compile is compared too, which takes up to a minute
+    check     a file of pairs, texts or labelled texts, on which the task's metric is compared too
+    compiled  whether torch.compile is compared too; it takes up to a minute
     """
     if n_shapes < 1:
         raise ValueError(f"n_shapes={n_shapes} must be at least 1")
@@ -98,22 +98,22 @@ def certify(
         with reference_attention(model):
             references = [(case, full_logits(model, case)) for case in cases]
             sizes = {"spread": _spread(references), "fp32_error": _fp32_error(model, references)}
-        given, bounds = bounds, _scale_bounds(bounds, **sizes)
-        comparisons = _compare_torch_paths(model, references, bounds, compiled)
-        engines = _open_engines(root, bounds)
+        scaled_bounds = _scale_bounds(bounds, **sizes)
+        comparisons = _compare_torch_paths(model, references, scaled_bounds, compiled)
+        engines = _open_engines(root, scaled_bounds)
         comparisons += _compare_engines(model, engines, references)
         if "gguf" in engines_in(root) and not has_llama_cpp():
-            comparisons.append(_skipped("llama.cpp", "llama-cpp-python is not installed"))
+            comparisons.append(_skipped_row("llama.cpp", "llama-cpp-python is not installed"))
         file = None
         if check is not None:
             deltas = [(name, engine, limits.delta) for name, engine, limits in engines]
             file = check_file(TorchEngine(model), deltas, Path(check), beam)
-            _hold_perplexity(file, [name for name, _, limits in engines if limits.max_abs is None], bounds.int8_loss)
+            _bound_perplexity(file, [name for name, _, limits in engines if limits.max_abs is None], bounds.int8_loss)
     document: dict[str, Any] = {
         "task": task_name(model.config),
         "parameters": model.n_parameters,
         "shapes": {"count": n_shapes, "seed": seed, "most": largest_sizes(cases)},
-        "bounds": asdict(given),
+        "bounds": asdict(bounds),
         "logits": sizes,
         "comparisons": comparisons,
         "file": file,
@@ -122,7 +122,7 @@ def certify(
 
 
 def broken_bounds(document: Mapping[str, Any]) -> list[str]:
-    """Every bound that is broken, in words."""
+    """One message for each broken bound."""
     messages = []
     for row in document["comparisons"]:
         for name, bound in row.get("bounds", {}).items():
@@ -141,11 +141,13 @@ def broken_bounds(document: Mapping[str, Any]) -> list[str]:
 
 
 def certificate_text(document: Mapping[str, Any]) -> str:
-    """The certificate for people."""
+    """The certificate as a table for the terminal."""
     shapes = document["shapes"]
+    of = f"{shapes['count']} random shapes (seed {shapes['seed']}), measured against the formula"
+    if "program" in shapes:
+        of = f"{shapes['count']} inputs, the page in {shapes['program']} measured against the model"
     lines = [
-        f"{document['task']}, {document['parameters']:,} parameters, "
-        f"{shapes['count']} random shapes (seed {shapes['seed']}), measured against the formula",
+        f"{document['task']}, {document['parameters']:,} parameters, {of}",
         f"{'':18}{'max |difference|':>18}{'same text':>12}   of",
     ]
     for row in document["comparisons"]:
@@ -172,26 +174,26 @@ def certificate_text(document: Mapping[str, Any]) -> str:
 
 
 def _without_bounds(document: Mapping[str, Any]) -> list[str]:
-    """The comparisons that no bound decides."""
+    """The names of the comparisons without any bound."""
     rows = document["comparisons"]
     return [row["name"] for row in rows if "skipped" not in row and set(row["bounds"].values()) == {None}]
 
 
 def _passing_line(document: Mapping[str, Any]) -> str:
     rows = [row for row in document["comparisons"] if "skipped" not in row]
-    if other := [row["name"] for row in rows if row["same_text"] == 0]:
-        return f"the bounds that are set hold, but {' and '.join(other)} wrote none of the texts the same"
+    if different := [row["name"] for row in rows if row["same_text"] == 0]:
+        return f"the bounds that are set hold, but no text of {' or '.join(different)} is the same"
     free = [name for name in _without_bounds(document) if name != "ctranslate2 int8"]
     texts = [row["name"] for row in rows if "loss" in row["bounds"] and row["bounds"].get("same_text") is None]
-    if not (free or texts) or document.get("file"):
+    if not (free or texts) or document.get("file") or "program" in document["shapes"]:
         return "every bound holds"
-    said = [f"{' and '.join(free)} {'were' if len(free) > 1 else 'was'} measured, not held to a bound"] if free else []
-    said += [f"the texts of {' and '.join(texts)} were measured, not held to a bound"] if texts else []
-    return f"{'; '.join(said)}: --same-text 0.9 or --check FILE sets one; the others hold"
+    notes = [f"{' and '.join(free)} {'were' if len(free) > 1 else 'was'} measured, not held to a bound"] if free else []
+    notes += [f"the texts of {' and '.join(texts)} were measured, not held to a bound"] if texts else []
+    return f"{'; '.join(notes)}: --same-text 0.9 or --check FILE sets one; the others hold"
 
 
 def full_logits(model: Model, case: ParityCase) -> Tensor:
-    """Logits of every real token, all rows one after the other (N, V); class logits (B, C)."""
+    """Logits of every real token (N, V), all rows concatenated; the class logits (B, C) of a classifier."""
     return _engine_logits(TorchEngine(model), case)
 
 
@@ -200,7 +202,7 @@ def _engine_logits(engine: Engine, case: ParityCase) -> Tensor:
 
 
 def cached_logits(model: Model, case: ParityCase) -> Tensor:
-    """The same logits, token by token through the cache."""
+    """The same logits, computed token by token with the cache."""
     cache = model.new_cache()
     if model.is_decoder_only:
         tokens = case.source
@@ -215,7 +217,7 @@ def cached_logits(model: Model, case: ParityCase) -> Tensor:
 
 @contextmanager
 def reference_attention(model: Model) -> Iterator[None]:
-    """Every attention of the model by the "reference" backend, which computes the formula step by step."""
+    """Context in which every attention layer uses the "reference" backend."""
     layers = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
     before = [layer.backend for layer in layers]
     for layer in layers:
@@ -230,35 +232,40 @@ def reference_attention(model: Model) -> Iterator[None]:
 def _compare_torch_paths(
     model: Model, references: list[Reference], bounds: Bounds, compiled: bool
 ) -> list[dict[str, Any]]:
-    """The model itself with fused kernels, with its cache, and compiled."""
+    """Compare the model itself with fused kernels, with its cache, and compiled."""
     rows = []
     if any(isinstance(module, MultiHeadAttention) for module in model.modules()):
         rows.append(_compare("fused", full_logits, model, references, bounds))
     else:
-        rows.append(_skipped("fused", "the model has no attention layer with a choice of kernels"))
-    if model.is_encoder_only:
-        rows.append(_skipped("cached", "an encoder reads everything at once"))
-    elif not model.config.mixing.by_token or not model.config.causal:
-        rows.append(_skipped("cached", "every token sees those after it, so there is nothing to keep"))
+        rows.append(_skipped_row("fused", "the model has no attention layer with a choice of kernels"))
+    if model.config.architecture in ("encoder", "two-tower"):
+        rows.append(_skipped_row("cached", "an encoder has no cache"))
+    elif not model.config.mixing.causal or not model.config.causal:
+        rows.append(_skipped_row("cached", "attention is not causal, so nothing can be cached"))
+    elif not model.decodes_by_token:
+        rows.append(_skipped_row("cached", "its mixer has no cache"))
     else:
         rows.append(_compare("cached", cached_logits, model, references, bounds))
-    last = _compare_compiled(model, references, bounds) if compiled else _skipped("compiled", "not asked for")
-    return [*rows, last]
+    if compiled:
+        rows.append(_compare_compiled(model, references, bounds))
+    else:
+        rows.append(_skipped_row("compiled", "not requested"))
+    return rows
 
 
 def _compare_compiled(model: Model, references: list[Reference], bounds: Bounds) -> dict[str, Any]:
     if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        return _skipped("compiled", "this machine has no C++ compiler for torch.compile")
-    # A size of one would be compiled separately, for up to a minute each; one graph serves all other sizes.
+        return _skipped_row("compiled", "this machine has no C++ compiler for torch.compile")
+    # torch.compile specialises on a size of 1, up to a minute for each; one graph serves all other sizes.
     references = [reference for reference in references if not reference[0].has_size_one]
     if not references:
-        return _skipped("compiled", "every random shape has a size of one, which is a graph of its own")
+        return _skipped_row("compiled", "every random shape has a size of 1, each of which is compiled separately")
     torch.compiler.reset()
     try:
-        graph = cast(Model, torch.compile(model, dynamic=True, fullgraph=True))  # a function of the same call
+        graph = cast(Model, torch.compile(model, dynamic=True, fullgraph=True))  # callable like the model
         return _compare("compiled", full_logits, graph, references, bounds)
-    except Exception as error:  # a compiler's own failure says nothing about the export
-        return _skipped("compiled", f"torch.compile failed: {type(error).__name__}")
+    except Exception as error:  # a failure of the compiler says nothing about the export
+        return _skipped_row("compiled", f"torch.compile failed: {type(error).__name__}")
     finally:
         torch.compiler.reset()
 
@@ -266,8 +273,8 @@ def _compare_compiled(model: Model, references: list[Reference], bounds: Bounds)
 def _compare(
     name: str, run: Callable[[Model, ParityCase], Tensor], model: Model, references: list[Reference], bounds: Bounds
 ) -> dict[str, Any]:
-    worst = max(_distance(run(model, case), wanted) for case, wanted in references)
-    return _result(name, len(references), worst, None, bounds, "logits")
+    worst = max(largest_difference(run(model, case), wanted) for case, wanted in references)
+    return comparison_row(name, len(references), worst, None, bounds, "logits")
 
 
 def _spread(references: list[Reference]) -> float:
@@ -277,7 +284,7 @@ def _spread(references: list[Reference]) -> float:
 
 
 def _fp32_error(model: Model, references: list[Reference], n_cases: int = 8) -> float:
-    """How far the formula in float32 is from the same in float64, on the first cases."""
+    """Largest difference between the reference logits in float32 and in float64, over the first cases."""
     exact = copy.deepcopy(model).double()
     worst = 0.0
     for case, logits in references[:n_cases]:
@@ -287,27 +294,27 @@ def _fp32_error(model: Model, references: list[Reference], n_cases: int = 8) -> 
 
 
 def _scale_bounds(bounds: Bounds, spread: float, fp32_error: float) -> Bounds:
-    """Bounds whose ``max_abs`` is a number for these logits."""
+    """The bounds with ``max_abs`` in units of these logits."""
     if bounds.max_abs is None:
         return bounds
-    least = 0.0 if bounds.times_fp32 is None else bounds.times_fp32 * fp32_error
-    return replace(bounds, max_abs=float(f"{max(bounds.max_abs * max(1.0, spread), least):.3g}"))
+    rounding = 0.0 if bounds.times_fp32 is None else bounds.times_fp32 * fp32_error
+    return replace(bounds, max_abs=float(f"{max(bounds.max_abs * max(1.0, spread), rounding):.3g}"))
 
 
-def _divergence(found: Tensor, wanted: Tensor) -> float:
-    """The sum of KL(model ‖ engine) over tokens or classes, from logits (N, V)."""
-    log_p, log_q = wanted.float().log_softmax(-1), found.float().log_softmax(-1)
+def _divergence(logits: Tensor, reference: Tensor) -> float:
+    """KL(model ‖ engine), summed over the rows of logits (N, V)."""
+    log_p, log_q = reference.float().log_softmax(-1), logits.float().log_softmax(-1)
     return float((log_p.exp() * (log_p - log_q)).sum().nan_to_num(nan=math.inf))
 
 
-def _hold_perplexity(file: dict[str, Any], int8_names: list[str], loss: float | None) -> None:
-    """Hold int8 to a share of the perplexity on a file: a point of it means little or much, as it is large or small."""
+def _bound_perplexity(file: dict[str, Any], int8_names: list[str], loss: float | None) -> None:
+    """Bound int8 by a share of the file's perplexity, since an absolute difference means little without its scale."""
     for row in file["engines"] if file["metric"] == "perplexity" and loss is not None else ():
         if row["name"] in int8_names and row.get("bound") is not None:
             row["bound"] = round(loss * file["value"], 4)
 
 
-def _result(
+def comparison_row(
     name: str,
     n_shapes: int,
     worst: float | None,
@@ -324,21 +331,24 @@ def _result(
     return row if loss is None else {**row, "loss": float(f"{loss:.3g}")}
 
 
-def _skipped(name: str, reason: str) -> dict[str, Any]:
+def _skipped_row(name: str, reason: str) -> dict[str, Any]:
     return {"name": name, "skipped": reason}
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Largest difference; NaN counts as the largest float."""
-    gap = (one.float() - other.float()).abs().nan_to_num(nan=torch.finfo(torch.float32).max).amax().item()
-    return min(gap, torch.finfo(torch.float32).max)
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    """max |one - other|; NaN counts as the largest float."""
+    gap = (one.float() - other.float()).abs().nan_to_num(nan=LARGEST_FLOAT).amax().item()
+    return min(gap, LARGEST_FLOAT)
 
 
 def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]]:
-    """Every engine of a directory with its name and bounds; CTranslate2 also with int8 weights, without bounds."""
+    """Every engine in a directory with its name and bounds; CTranslate2 also with int8 weights, without bounds."""
     from .onnx_export import has_int8_weights
 
-    # The metric of int8 must hold; logits may differ, and tokens unless a bound was given for them.
+    # int8 is bounded by the metric, not by logits, and by the texts only if int8_same_text is given.
     int8_bounds = replace(bounds, max_abs=None, same_text=bounds.int8_same_text)
     engines: list[tuple[str, Engine, Bounds]] = []
     for name in engines_in(root):
@@ -349,7 +359,7 @@ def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]
         elif name != "torch":
             engines.append((name, open_engine(root, name), bounds))
         else:
-            engine = TorchEngine(open_model(root).float())  # whatever precision it is used in later
+            engine = TorchEngine(open_model(root).float())  # whatever precision it will be used in
             is_int8 = is_quantised(root)
             engines.append(("int8" if is_int8 else "read back", engine, int8_bounds if is_int8 else bounds))
         if name == "ctranslate2":
@@ -359,7 +369,7 @@ def _open_engines(root: Path, bounds: Bounds) -> list[tuple[str, Engine, Bounds]
 
 
 def _open_gguf(root: Path, bounds: Bounds, rounded_bounds: Bounds) -> list[tuple[str, Engine, Bounds]]:
-    """model.gguf, read back by us and, where it is installed, by llama.cpp."""
+    """model.gguf, read back by regard and, if it is installed, by llama.cpp."""
     file = GgufDirectory(root / GGUF_FILE)
     limits = bounds if file.float_type == "f32" else rounded_bounds
     engines: list[tuple[str, Engine, Bounds]] = [("gguf", TorchEngine(open_directory(file).float()), limits)]
@@ -371,37 +381,42 @@ def _compare_engines(
 ) -> list[dict[str, Any]]:
     writes = model.generates and model.config.source == "text"
     prompts = [case.first_prompt() for case, _ in references] if writes else []
-    own_texts, rows = _texts(TorchEngine(model), prompts), []
+    own_texts = _texts(TorchEngine(model), prompts)
+    is_softmax = model.config.head != "none" and model.config.problem_type == "single_label"
+    rows = []
     for name, engine, bounds in engines:
         if isinstance(engine, Ct2Engine):
-            of, pairs = "log P of given tokens", (_log_probs(engine, case, wanted) for case, wanted in references)
+            of, pairs = "log P of given tokens", (_log_probs(engine, case, logits) for case, logits in references)
         else:
-            of, pairs = "logits", ((_engine_logits(engine, case), wanted) for case, wanted in references)
-        has_classes = of == "logits" and model.config.head != "none" and model.config.problem_type == "single_label"
-        worst, total, count, same = 0.0, 0.0, 0, None
-        for found, wanted in pairs:
-            worst, count = max(worst, _distance(found, wanted)), count + len(wanted)
-            total += _divergence(found, wanted) if has_classes and bounds.max_abs is None else 0.0
-        # exp of the mean divergence: by how much larger to the engine the perplexity of the model's own words is
-        loss = math.expm1(min(total / count, 50.0)) if has_classes and bounds.max_abs is None else None
+            of, pairs = "logits", ((_engine_logits(engine, case), logits) for case, logits in references)
+        has_loss = of == "logits" and is_softmax and bounds.max_abs is None
+        worst, divergence, n_rows = 0.0, 0.0, 0
+        for values, reference in pairs:
+            worst = max(worst, largest_difference(values, reference))
+            n_rows += len(reference)
+            if has_loss:
+                divergence += _divergence(values, reference)
+        # exp(KL) is the ratio of the engine's perplexity to the model's, on tokens drawn from the model.
+        loss = math.expm1(min(divergence / n_rows, 50.0)) if has_loss else None
+        same = None
         if writes:
             same = sum(a == b for a, b in zip(_texts(engine, prompts), own_texts, strict=True)) / len(prompts)
-        rows.append(_result(name, len(references), worst, same, bounds, of, loss))
+        rows.append(comparison_row(name, len(references), worst, same, bounds, of, loss))
         if isinstance(engine, GgufEngine) and engine.processor is not None:
             encode, texts = engine.tokenizer("target").encode, [text for text in PROBES if text]
             same = sum(engine.encode(text) == encode(text) for text in texts) / len(texts)
-            same_ids = Bounds(max_abs=None, same_text=1.0)  # rounded weights are no excuse
-            rows.append(_result("llama.cpp tokens", len(texts), None, same, same_ids, "token ids of texts"))
+            same_ids = Bounds(max_abs=None, same_text=1.0)  # rounding the weights does not affect the tokenizer
+            rows.append(comparison_row("llama.cpp tokens", len(texts), None, same, same_ids, "token ids of texts"))
     return rows
 
 
-def _log_probs(engine: Ct2Engine, case: ParityCase, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """log P of each row's tokens and its end: by the engine, and from the reference logits."""
+def _log_probs(engine: Ct2Engine, case: ParityCase, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """log P of each row's tokens and its end token: from the engine, and from the reference logits."""
     texts = case.rows(case.source if case.target is None else case.target)
-    follows = [[*row[1:], engine.config.eos_id] for row in texts]
+    next_tokens = [[*row[1:], engine.config.eos_id] for row in texts]
     theirs = engine.log_probs(case.sources(), texts if case.target is None else [row[1:] for row in texts])
-    ids = torch.tensor([token for row in follows for token in row])
-    ours = wanted.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    ids = torch.tensor([token for row in next_tokens for token in row])
+    ours = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
     return torch.tensor([value for row in theirs for value in row]), ours
 
 

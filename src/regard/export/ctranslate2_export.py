@@ -1,7 +1,7 @@
-"""CTranslate2: our weights as one of its specifications, written without going through any other library's model.
+"""Export to CTranslate2: a model's weights written directly as a CTranslate2 model specification.
 
-A spec is a tree of named tensors that the C++ runtime reads (``model.bin``, vocabularies, ``config.json``). Fields that
-the runtime does not support are reported as obstacles; nothing is approximated.
+A spec is a tree of named tensors that the C++ runtime reads (``model.bin``, vocabularies, ``config.json``). Config
+fields that the runtime does not support are reported as obstacles; nothing is approximated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
 from ..models import Block, Model, Stack
 
-FOLDER = "ctranslate2"  # where in an exported directory the runtime's files lie
+FOLDER = "ctranslate2"  # the subfolder of an exported directory with the runtime's files
 _GATED = {"swiglu": "SWISH", "geglu": "GELU", "geglu_tanh": "GELUTanh", "reglu": "RELU"}
 _PLAIN = {"relu": "RELU", "gelu_tanh": "GELUTanh", "silu": "SWISH", "gelu": "GELU", "quick_gelu": "GELUSigmoid"}
 _ACTIVATIONS = _GATED | _PLAIN
@@ -37,6 +37,8 @@ _REQUIRED = {  # the only values that CTranslate2 supports
     "head_transform": False,
     "parallel_residual": "none",
     "score_cap": None,
+    "attention_sinks": False,
+    "gate_limit": None,
     "logit_cap": None,
     "norm_offset": 0.0,
     "qk_norm_over": "head",
@@ -47,18 +49,18 @@ _REQUIRED = {  # the only values that CTranslate2 supports
 
 
 def obstacles(config: ModelConfig) -> list[str]:
-    """The fields that CTranslate2 does not support, each as ``field=value``; empty where it can run the model."""
+    """The fields that CTranslate2 does not support, each as ``field=value``; empty if it can run the model."""
     if config.architecture not in ("encoder-decoder", "decoder"):
         return [f"architecture={config.architecture!r}"]
     both = config.architecture == "encoder-decoder"
     scaling = config.rope_scaling if config.positions == "rope" else None
     unsupported = {
-        "positions": config.positions in ("xl", "alibi" if both else "t5"),  # its language models take no T5 bias
+        "positions": config.positions in ("xl", "alibi" if both else "t5"),  # its language models have no T5 bias
         "activation": config.activation not in _ACTIVATIONS,
         "qk_norm": config.qk_norm and config.norm != "rms",
         "norm": config.norm == "none" or (config.qk_norm and config.norm != "rms"),
         "norm_place": config.norm_place not in ("pre", "post"),
-        # Its sliding window forgets keys but does not hide them in a prompt.
+        # Its sliding window drops keys from the cache but does not mask them in a prompt.
         "window": config.window is not None and config.window < max(config.max_len, config.max_target_len or 0),
         "rope_scaling": scaling is not None and scaling.kind != "linear",
         "eos_id": config.eos_id is None,
@@ -72,7 +74,7 @@ def obstacles(config: ModelConfig) -> list[str]:
 def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None = None) -> None:
     """Write the model into ``folder``. ``quantization`` stores the weights as int8, int16 or half precision.
 
-    The precision can also be chosen when the model is opened (``compute_type``), which float32 weights allow.
+    With float32 weights, the precision can still be chosen when the model is opened (``compute_type``).
     """
     require_ctranslate2()
     if fields := obstacles(model.config):
@@ -90,7 +92,7 @@ def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None =
 
 
 def vocabulary(tokenizer: Any, size: int) -> list[str]:
-    """The tokens of the first ``size`` ids, all different; ``<17>`` for an id without a token."""
+    """The tokens of the first ``size`` ids, all distinct; an id without a token is named like ``<17>``."""
     tokens = [None if tokenizer is None else tokenizer.token(index) for index in range(size)]
     used, names = {token for token in tokens if token is not None}, []
     for index, token in enumerate(tokens):
@@ -102,18 +104,18 @@ def vocabulary(tokenizer: Any, size: int) -> list[str]:
 
 
 def vocabularies(config: ModelConfig, processor: Any) -> tuple[list[str], list[str]]:
-    """The vocabularies of source and target."""
+    """The source and target vocabularies."""
     source, target = (None, None) if processor is None else (processor.source, processor.target)
-    own = vocabulary(source or target, config.vocab_size)
+    shared = vocabulary(source or target, config.vocab_size)
     if config.target_vocab_size is None:
-        return own, own
-    return own, vocabulary(target or source, config.target_vocab_size)
+        return shared, shared
+    return shared, vocabulary(target or source, config.target_vocab_size)
 
 
 def require_ctranslate2() -> None:
-    """Raise where the library is not installed."""
+    """Raise ValueError if ctranslate2 is not installed."""
     try:
-        import ctranslate2  # noqa: F401 - is it installed?
+        import ctranslate2  # noqa: F401 - only to see whether it is installed
     except ImportError:
         raise ValueError('ctranslate2 is not installed: pip install "regard[export]"') from None
 
@@ -146,7 +148,7 @@ def _model_spec(model: Any) -> Any:
     else:
         spec = specs.TransformerDecoderModelSpec(decoder)
         spec.register_vocabulary(target)
-    # CTranslate2 would add a special token that is missing, without a row in the table.
+    # CTranslate2 would add a missing special token to the vocabulary, without a row in the embedding table.
     spec.config.eos_token = target[config.eos_id]
     spec.config.bos_token = target[config.eos_id if config.bos_id is None else config.bos_id]
     spec.config.unk_token = "<unk>" if "<unk>" in target else spec.config.eos_token
@@ -155,7 +157,7 @@ def _model_spec(model: Any) -> Any:
 
 
 def _stack_fields(config: ModelConfig, n_heads: int) -> dict[str, Any]:
-    """Options of CTranslate2 for both kinds of stack."""
+    """Options of CTranslate2's encoder and decoder specs."""
     from ctranslate2 import specs
     from ctranslate2.specs import attention_spec
 
@@ -188,7 +190,7 @@ def _embed(spec: Any, table: Any, weight: Tensor, embeddings: Embeddings, config
     table.weight = _float32_copy(weight)
     spec.scale_embeddings = math.sqrt(config.d_model) if config.scale_embeddings else False
     if hasattr(spec, "position_encodings") and config.positions in ("sinusoidal", "learned", "none"):
-        # Always an explicit table: the runtime's default is another sinusoid.
+        # Always an explicit table: the runtime's default sinusoids differ from regard's.
         encodings = torch.zeros(max_len, config.d_model)
         if embeddings.position is not None:
             encodings = embeddings.position(torch.arange(max_len, device=weight.device), torch.float32)
@@ -201,7 +203,7 @@ def _stack(spec: Any, stack: Stack) -> None:
     for layer, block_spec in enumerate(spec.layer):
         block = cast(Block, stack.blocks[layer % len(stack.blocks)])
         attention = block_spec.self_attention
-        _attention(attention, cast(MultiHeadAttention, block.attention), block.attention_norm)
+        _attention(attention, cast(MultiHeadAttention, block.attention), cast(nn.Module, block.attention_norm))
         if hasattr(attention, "relative_attention_bias"):
             import numpy as np
 
@@ -252,5 +254,5 @@ def _set(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _float32_copy(x: Tensor) -> Tensor:
-    """A contiguous float32 copy: the file is written from its pointer."""
+    """A contiguous float32 copy: CTranslate2 writes the file from its data pointer."""
     return x.detach().float().cpu().contiguous().clone()

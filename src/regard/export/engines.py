@@ -1,4 +1,4 @@
-"""One exported directory, four engines with one interface: torch, ONNX Runtime, CTranslate2, llama.cpp.
+"""Four engines with one interface over an exported directory: torch, ONNX Runtime, CTranslate2, llama.cpp.
 
     engine = open_engine(path, "ctranslate2")
     engine.translate(["The cat sleeps."], beam=4)        texts in, texts out
@@ -37,24 +37,25 @@ from .quantise import is_quantised, open_int8
 EngineName = Literal["torch", "onnx", "ctranslate2", "gguf"]
 Side = Literal["source", "target"]
 ONNX_FOLDER = "onnx"
-_PLACES: dict[EngineName, str] = {"onnx": ONNX_FOLDER, "ctranslate2": CT2_FOLDER, "gguf": GGUF_FILE}
+_PATHS: dict[EngineName, str] = {"onnx": ONNX_FOLDER, "ctranslate2": CT2_FOLDER, "gguf": GGUF_FILE}
+# The fields of GenerateConfig that CTranslate2 supports.
 _CT2_FIELDS = {"max_new_tokens", "min_new_tokens", "beam", "length_penalty", "penalty_form", "early_stopping"}
-_CT2_FIELDS |= {"truncate", "cache"}  # the fields of GenerateConfig that CTranslate2 supports
-_LLAMA_CPP_CONTEXT = 4096  # tokens of a text in llama.cpp at most: the logits of each are kept
+_CT2_FIELDS |= {"truncate", "cache"}
+_LLAMA_CPP_CONTEXT = 4096  # the longest text for llama.cpp, which keeps the logits of every token
 
 
 class Engine(ABC):
-    """Writes texts; a subclass defines how rows of ids become rows of ids."""
+    """Generates texts; a subclass defines how rows of ids become rows of ids."""
 
     name: EngineName
-    early_stopping = False  # what ``translate`` and ``generate`` do unless told
+    early_stopping = False  # the default in ``translate`` and ``generate``
 
     def __init__(self, config: ModelConfig, processor: Any) -> None:
         self.config, self.processor = config, processor
 
     @abstractmethod
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
-        """The best text for each checked source or prompt, without the end token."""
+        """The best output for each checked source or prompt, without the end token."""
 
     def write(
         self, rows: Sequence[Sequence[int]], config: GenerateConfig | None = None, **fields: Any
@@ -65,8 +66,8 @@ class Engine(ABC):
         return self._write(self._check_rows(lists, config), config) if lists else []
 
     def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
-        """Logits of every token, or of the classes; TypeError where the engine returns none."""
-        raise TypeError(f"the {self.name} engine shows no logits")
+        """Logits of every token (B, T, V), or of the classes (B, C); TypeError if the engine returns none."""
+        raise TypeError(f"the {self.name} engine returns no logits")
 
     def translate(
         self,
@@ -80,17 +81,17 @@ class Engine(ABC):
         truncate: bool = False,
         batch: int = 32,
     ) -> list[str]:
-        """The translation of each text, ``batch`` of similar length at a time; of nothing, nothing.
+        """The translation of each text, in batches of similar length; an empty text stays empty.
 
-        What is not given is as in ``regard.translate``, with one exception: CTranslate2's beam search knows
-        early_stopping=True only, so that is its default there, and another value is refused.
+        The defaults are those of ``regard.translate``, with one exception: CTranslate2's beam search supports only
+        early_stopping=True, so that is its default and other values are refused.
         """
         if self.config.architecture not in ("encoder-decoder", "recurrent") or self.config.source != "text":
             kind = f"architecture={self.config.architecture!r}, source={self.config.source!r}"
-            raise ValueError(f"{kind} translates nothing")
+            raise ValueError(f"{kind} cannot translate text")
         penalty: dict[str, Any] = {"length_penalty": length_penalty, "penalty_form": penalty_form}
-        stops = self.early_stopping if early_stopping is None else early_stopping
-        config = GenerateConfig(beam=beam, early_stopping=stops, truncate=truncate, **penalty)
+        early_stopping = self.early_stopping if early_stopping is None else early_stopping
+        config = GenerateConfig(beam=beam, early_stopping=early_stopping, truncate=truncate, **penalty)
         return self._write_texts(texts, "source", config, max_new_tokens or None, batch)
 
     def generate(
@@ -103,9 +104,9 @@ class Engine(ABC):
         truncate: bool = False,
         batch: int = 32,
     ) -> list[str]:
-        """What follows each prompt, without the prompt."""
+        """The continuation of each prompt, without the prompt."""
         if self.config.architecture != "decoder":
-            raise ValueError(f"architecture={self.config.architecture!r} reads a source; translate is for it")
+            raise ValueError(f"architecture={self.config.architecture!r} reads a source; use translate")
         options: dict[str, Any] = {"length_penalty": length_penalty, "early_stopping": self.early_stopping}
         config = GenerateConfig(beam=beam, truncate=truncate, **options)
         return self._write_texts(prompts, "target", config, max_new_tokens, batch)
@@ -113,49 +114,55 @@ class Engine(ABC):
     def _write_texts(
         self, texts: Sequence[str], side: Side, config: GenerateConfig, max_new_tokens: int | None, batch: int
     ) -> list[str]:
-        """What follows each text, or translates it, in batches of similar length; ``side`` is that of the texts."""
+        """Translations of sources, or continuations of prompts, in batches of similar length.
+
+        ``side`` is the tokenizer's side: "source" for sources, "target" for prompts.
+        """
         if isinstance(texts, str):
-            raise TypeError("texts is one string; give a list of them")
+            raise TypeError("texts is a single string; pass a list of strings")
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
-        decode, rows = self.tokenizer("target").decode, [self._encode(text, side) for text in texts]
+        decode = self.tokenizer("target").decode
+        rows = [self._encode(text, side) for text in texts]
         limits = [
             default_output_length(self.config, len(row)) if max_new_tokens is None else max_new_tokens for row in rows
         ]
-        # An empty source gives an empty text: the runtimes do not agree on what follows the end token alone.
+        # An empty source gives an empty text: engines disagree on the output for a lone end token.
         order = [index for index, text in enumerate(texts) if side == "target" or text.strip()]
         order.sort(key=lambda index: len(rows[index]), reverse=True)
         out = [""] * len(rows)
-        for limit, alike in itertools.groupby(order, key=limits.__getitem__):  # no limit depends on the company
-            same = list(alike)
-            for group in (same[start : start + batch] for start in range(0, len(same), batch)):
-                written = self.write([rows[i] for i in group], config.with_(max_new_tokens=limit))
-                for index, tokens in zip(group, written, strict=True):
-                    out[index] = (decode_after(decode, rows[index]) if side == "target" else decode)(tokens)
+        # Rows are batched only with rows of the same limit, so that no output depends on the other rows.
+        for limit, indices in itertools.groupby(order, key=limits.__getitem__):
+            same_limit = list(indices)
+            for group in (same_limit[start : start + batch] for start in range(0, len(same_limit), batch)):
+                outputs = self.write([rows[i] for i in group], config.with_(max_new_tokens=limit))
+                for index, tokens in zip(group, outputs, strict=True):
+                    decode_row = decode_after(decode, rows[index]) if side == "target" else decode
+                    out[index] = decode_row(tokens)
         return out
 
     def _encode(self, text: str, side: Side) -> list[int]:
-        """A source with its special tokens; a prompt without those that end a text."""
+        """Ids of a source with its special tokens, or of a prompt without the special tokens that end a text."""
         if side == "source":
             return list(self.tokenizer(side).encode(text))
         first, ids, _ = split_special_tokens(self.tokenizer(side), text)
         return [*first, *ids]
 
     def _check_rows(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
-        """Rows checked and truncated as by ``generate``."""
+        """The rows, checked and truncated as in ``generate``."""
         if self.config.architecture != "decoder":
             return [item.tolist() for item in source_tensors(rows, None, self.config, config.truncate)]
         prompts = add_bos(rows, self.config.bos_id, "prompt")
         return pad_prompts(prompts, self.config, config, torch.device("cpu")).rows
 
     def tokenizer(self, side: Side) -> Any:
-        """The tokenizer of the source or target; of the other one where there is one for both."""
+        """The tokenizer of the source or target; the other one if the model has only one."""
         processor = self.processor
         tokenizers = [] if processor is None else [processor.source, processor.target]
-        found = [x for x in (tokenizers if side == "source" else reversed(tokenizers)) if x]
-        if not found:
-            raise ValueError("this model came without a tokenizer, so it reads token ids: use write")
-        return found[0]
+        ordered = tokenizers if side == "source" else reversed(tokenizers)
+        if (tokenizer := next((x for x in ordered if x), None)) is None:
+            raise ValueError("this model has no tokenizer, so it reads token ids: use write")
+        return tokenizer
 
 
 class TorchEngine(Engine):
@@ -173,14 +180,15 @@ class TorchEngine(Engine):
     @torch.no_grad()
     def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
         if target is not None:
-            return self.model(source, target, source_padding_mask=padding_mask)
+            name = "padding_mask" if self.config.architecture == "two-tower" else "source_padding_mask"
+            return self.model(source, target, **{name: padding_mask})
         return self.model(source) if padding_mask is None else self.model(source, padding_mask=padding_mask)
 
 
 class Ct2Engine(Engine):
-    """CTranslate2's runtime. ``compute_type`` "int8" quantises the weights as they are loaded.
+    """CTranslate2's runtime. ``compute_type="int8"`` quantises the weights when they are loaded.
 
-    Its beam search is ours with early_stopping=True; other values of that field are refused.
+    Its beam search equals regard's with early_stopping=True; other values of that field are refused.
     """
 
     name: EngineName = "ctranslate2"
@@ -218,21 +226,22 @@ class Ct2Engine(Engine):
         self._ids = {token: index for index, token in enumerate(self._target_tokens)}
 
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
-        # The runtime forbids tokens before the softmax, so that beams would have other scores than ours.
+        # CTranslate2 enforces min_new_tokens before the softmax, which gives beams other scores than regard's.
         allowed = _CT2_FIELDS - {"min_new_tokens"} if config.beam > 1 else _CT2_FIELDS
         for name in sorted(config.model_fields_set - allowed):
             if getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True):
-                beside = f" with beam={config.beam}" if name in _CT2_FIELDS else ""
-                raise ValueError(f"the ctranslate2 engine has no {name}={getattr(config, name)!r}{beside}; torch has")
+                setting = f"{name}={getattr(config, name)!r}"
+                setting += f" with beam={config.beam}" if name in _CT2_FIELDS else ""
+                raise ValueError(f"the ctranslate2 engine does not support {setting}; the torch engine does")
         if config.beam > 1 and config.early_stopping is not True:
-            stops = f"early_stopping={config.early_stopping!r}"
-            raise ValueError(f"the ctranslate2 engine has no {stops} with beam={config.beam}; True, or torch, has")
-        is_own_form = config.penalty_form == "hf"
+            setting = f"early_stopping={config.early_stopping!r} with beam={config.beam}"
+            raise ValueError(f"the ctranslate2 engine does not support {setting}; use True, or the torch engine")
+        is_own_form = config.penalty_form == "hf"  # the form that CTranslate2 ranks by itself
         options: dict[str, Any] = {
             "beam_size": config.beam,
             "num_hypotheses": 1 if is_own_form else config.beam,
             "length_penalty": _exponent(config),
-            "return_end_token": True,  # with it, the text has the length by which its score was divided
+            "return_end_token": True,  # its score was divided by the length that includes it
             "return_scores": not is_own_form,
         }
         out: list[list[int]] = [[] for _ in rows]
@@ -248,26 +257,27 @@ class Ct2Engine(Engine):
     def _run_batches(
         self, rows: list[list[int]], config: GenerateConfig, options: dict[str, Any]
     ) -> Iterator[tuple[list[int], list[Any]]]:
-        """Indices of rows with their results.
+        """Yield the indices of some rows with their results.
 
-        Prompts go one length at a time: of ragged ones the runtime reads the longer part token by token.
+        Prompts are grouped by length, because CTranslate2 reads the ragged end of longer prompts token by token.
         """
         if self.reads_source:
             limit = min(config.max_new_tokens, (self.config.max_target_len or self.config.max_len) - 1)
             options |= {"max_decoding_length": limit, "min_decoding_length": min(config.min_new_tokens, limit)}
-            sources = _words(rows, self._source_tokens)
+            sources = _token_names(rows, self._source_tokens)
             yield list(range(len(rows))), self.runtime.translate_batch(sources, max_input_length=0, **options)
             return
         for length in sorted({len(row) for row in rows}):
             group = [index for index, row in enumerate(rows) if len(row) == length]
             limit = min(config.max_new_tokens, self.config.max_len - length)
             options |= {"max_length": limit, "min_length": min(config.min_new_tokens, limit)}
-            prompts = _words([rows[index] for index in group], self._target_tokens)
+            prompts = _token_names([rows[index] for index in group], self._target_tokens)
             yield group, self.runtime.generate_batch(prompts, include_prompt_in_result=False, **options)
 
     def _best(self, texts: list[list[int]], scores: list[float], config: GenerateConfig) -> list[int]:
+        """The best of the returned texts, without the end token."""
         text = texts[0]
-        if len(texts) > 1:  # rank the texts by the other form of the penalty
+        if len(texts) > 1:  # rank them by the other form of the length penalty
             lengths, exponent = [len(text) for text in texts], _exponent(config)
             pairs = zip(scores, lengths, strict=True)
             values = [score * n**exponent / config.length_penalty_at(n) for score, n in pairs]
@@ -275,16 +285,16 @@ class Ct2Engine(Engine):
         return text[:-1] if text and text[-1] == self.config.eos_id else text
 
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
-        """log P of each target token after those before it, the end token included."""
+        """log P of each target token given the preceding ones, including the end token."""
         if self.reads_source:
-            texts = [_words(sources, self._source_tokens), _words(targets, self._target_tokens)]
+            texts = [_token_names(sources, self._source_tokens), _token_names(targets, self._target_tokens)]
         else:
-            texts = [_words([[*row, cast(int, self.config.eos_id)] for row in targets], self._target_tokens)]
+            texts = [_token_names([[*row, cast(int, self.config.eos_id)] for row in targets], self._target_tokens)]
         return [result.log_probs for result in self.runtime.score_batch(*texts, max_input_length=0)]
 
 
 class OnnxEngine(TorchEngine):
-    """ONNX Runtime computes the logits, our own searches choose the tokens."""
+    """ONNX Runtime computes the logits; regard's own decoding chooses the tokens."""
 
     name: EngineName = "onnx"
 
@@ -294,8 +304,10 @@ class OnnxEngine(TorchEngine):
 
 
 class GgufEngine(Engine):
-    """llama.cpp reads model.gguf and computes the logits; the likeliest token is written. Keys and values are float32,
-    where llama.cpp by itself keeps half precision."""
+    """Greedy decoding with the logits of llama.cpp, which reads model.gguf.
+
+    The cache is float32 instead of llama.cpp's default, half precision.
+    """
 
     name: EngineName = "gguf"
 
@@ -304,8 +316,9 @@ class GgufEngine(Engine):
         import llama_cpp
 
         super().__init__(config, processor)
-        n_threads, kind = threads or torch.get_num_threads(), llama_cpp.GGML_TYPE_F32
-        options: dict[str, Any] = {"n_threads": n_threads, "n_threads_batch": n_threads, "type_k": kind, "type_v": kind}
+        n_threads, dtype = threads or torch.get_num_threads(), llama_cpp.GGML_TYPE_F32
+        options: dict[str, Any] = {"n_threads": n_threads, "n_threads_batch": n_threads}
+        options |= {"type_k": dtype, "type_v": dtype}
         self.max_len = min(config.max_len, _LLAMA_CPP_CONTEXT)
         try:
             self.runtime = llama_cpp.Llama(str(file), n_ctx=self.max_len, logits_all=True, verbose=False, **options)
@@ -315,28 +328,29 @@ class GgufEngine(Engine):
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
         for name in sorted(config.model_fields_set - {"max_new_tokens", "truncate", "cache"}):
             if getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"the gguf engine has no {name}={getattr(config, name)!r}; torch has")
+                setting = f"{name}={getattr(config, name)!r}"
+                raise ValueError(f"the gguf engine does not support {setting}; the torch engine does")
         return [self._continue(row, min(config.max_new_tokens, self.max_len - len(row))) for row in rows]
 
-    def _continue(self, row: list[int], most: int) -> list[int]:
+    def _continue(self, row: list[int], limit: int) -> list[int]:
         text: list[int] = []
         logits = self._logits(row)
-        while len(text) < most and (token := int(logits[-1].argmax())) != self.config.eos_id:
+        while len(text) < limit and (token := int(logits[-1].argmax())) != self.config.eos_id:
             text.append(token)
-            if len(text) < most:
+            if len(text) < limit:
                 logits = self._logits([token], after=len(row) + len(text) - 1)
         return text
 
     def _logits(self, tokens: list[int], after: int = 0) -> Tensor:
-        """Logits of tokens (T, V) that stand after so many that were read before."""
+        """Logits (T, V) of tokens that follow the first ``after`` tokens in llama.cpp's cache."""
         if after + len(tokens) > self.max_len:
-            raise ValueError(f"the text has {after + len(tokens)} tokens; the gguf engine reads {self.max_len}")
+            raise ValueError(f"the text has {after + len(tokens)} tokens; the gguf engine reads at most {self.max_len}")
         self.runtime.n_tokens = after
         self.runtime.eval(tokens)
         return torch.from_numpy(self.runtime.scores[after : after + len(tokens)].copy())
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text by llama.cpp's own tokenizer."""
+        """The ids that llama.cpp's own tokenizer gives a text."""
         return self.runtime.tokenize(text.encode(), add_bos=True, special=False)
 
     def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
@@ -358,13 +372,13 @@ def require_llama_cpp() -> None:
 
 
 def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) -> Engine:
-    """The engine called ``name`` on an exported directory.
+    """Open an exported directory with the engine called ``name``.
 
-    options  of ctranslate2: compute_type ("default", "int8" …), device, threads; of onnx: threads, providers;
-             of gguf: threads; of torch: device
+    Options: compute_type ("default", "int8" …), device and threads for ctranslate2; threads and providers for onnx;
+    threads for gguf; device for torch.
     """
     if name not in get_args(EngineName):
-        raise ValueError(f"engine={name!r} is none of {', '.join(get_args(EngineName))}")
+        raise ValueError(f"engine={name!r} is not one of {', '.join(get_args(EngineName))}")
     root = Path(path)
     if name == "torch":
         return TorchEngine(open_model(root, **options))
@@ -372,7 +386,7 @@ def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) ->
     fields = directory.config()
     config = hub.read_config(fields).config
     processor = read_processor(directory, fields, config)
-    folder = directory.root / _PLACES[name]
+    folder = directory.root / _PATHS[name]
     if not folder.exists():
         kinds = ", ".join(engines_in(directory.root))
         raise BadModelFile(f"{root} was not exported as {name}: it holds {kinds}; export it again with that kind")
@@ -386,17 +400,17 @@ def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) ->
 
 
 def engines_in(root: Path) -> list[EngineName]:
-    """Which engines an exported directory can be opened with."""
-    return ["torch", *(name for name, place in _PLACES.items() if (root / place).exists())]
+    """The engines that can open an exported directory."""
+    return ["torch", *(name for name, path in _PATHS.items() if (root / path).exists())]
 
 
 def open_model(root: Path, *, device: torch.device | str = "cpu") -> Model:
-    """The torch model of an exported directory, float or int8."""
+    """The torch model in an exported directory, float or int8."""
     return open_int8(root).to(device) if is_quantised(root) else open_directory(hub.Directory(root), device=device)
 
 
 def open_directory(directory: hub.Directory, *, device: torch.device | str = "cpu") -> Model:
-    """The torch model of a directory that was opened, or of a GGUF file."""
+    """The torch model in an open directory or GGUF file."""
     fields, weights = directory.config(), directory.weights()
     fields.setdefault("has_pooler", any("pooler." in name for name in weights.layout))
     resolved = hub.read_config(fields)
@@ -406,15 +420,15 @@ def open_directory(directory: hub.Directory, *, device: torch.device | str = "cp
     return model
 
 
-def _words(rows: list[list[int]], tokens: list[str]) -> list[list[str]]:
+def _token_names(rows: list[list[int]], tokens: list[str]) -> list[list[str]]:
     return [[tokens[index] for index in row] for row in rows]
 
 
 def _exponent(config: GenerateConfig) -> float:
     """The exponent of CTranslate2's length penalty n^α; exactly 0 would change its stopping rule.
 
-    By it the runtime chooses the texts that it returns. For ((5 + n) / 6)^α half of α is used, which is how that form
-    grows at the length of a short sentence, so that the best text by that form is among them.
+    CTranslate2 ranks the texts it returns by this penalty. For ((5 + n) / 6)^α half of α is used: that form grows about
+    as fast as n^(α/2) at the length of a short sentence, so the text it prefers is among those returned.
     """
     alpha = config.length_penalty if config.penalty_form == "hf" else config.length_penalty / 2
     return alpha or 1e-9

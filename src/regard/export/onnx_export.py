@@ -1,8 +1,8 @@
-"""ONNX: a model written as graphs, and opened again as a model that runs in ONNX Runtime.
+"""Export to ONNX: write a model as graphs, and open them as a model that runs in ONNX Runtime.
 
     export_onnx(model, "out")            out/onnx/: encoder.onnx, decoder.onnx or model.onnx, and onnx.json
-    model = open_onnx("out")             a model like any other: call it, or give it to generate
-    model.maps(source, target)           its attention, exactly, where it was exported with maps=True
+    model = open_onnx("out")             a regard model: call it, or pass it to generate
+    model.maps(source, target)           its exact attention maps, if exported with maps=True
 
 onnx.json describes the graphs for programs in any language: the config, the special tokens, every input and output.
 """
@@ -22,12 +22,12 @@ from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..models import Model
 from ..text import read_processor
-from .onnx_graphs import Graph, graphs_of
+from .onnx_graphs import Graph, graphs_of, onnx_obstacle
 from .onnx_models import OnnxDecoder, OnnxEncoder, OnnxEncoderDecoder, OnnxRecurrent
 from .onnx_runtime import OnnxModel, OnnxSession, score_modules
 from .onnx_trace import OPSET, write_graph
 
-FOLDER = "onnx"  # where in an exported directory the graphs lie
+FOLDER = "onnx"  # the subfolder of an exported directory with the graphs
 DESCRIPTION, MAPS = "onnx.json", "maps.safetensors"
 _VERSION = 1
 _MAX_JSON_BYTES = 1 << 20
@@ -41,14 +41,16 @@ _KINDS: dict[str, type[Any]] = {
 
 
 def export_onnx(model: Model, folder: str | Path, *, maps: bool = False, int8: bool = False) -> Path:
-    """Write the graphs of a model to ``folder/onnx``, which appears whole or not at all; returns that path.
+    """Write the graphs of a model to ``folder/onnx``, completely or not at all, and return that path.
 
-    Weights are written as float32, with ``int8`` those of matrix products as int8. ``maps`` adds queries and keys as
+    Weights are float32; ``int8`` rounds the weights of matrix products to int8. ``maps`` adds queries and keys as
     outputs, from which every attention weight can be computed (``open_onnx(folder).maps``).
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
     if not isinstance(model, Model):
-        raise TypeError(f"model is a {type(model).__name__}; ONNX graphs are written of regard's own models")
+        raise TypeError(f"model is a {type(model).__name__}; only regard's own models can be exported to ONNX")
+    if (obstacle := onnx_obstacle(model.config, maps)) is not None:
+        raise ValueError(obstacle)
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
     target = Path(folder) / FOLDER
@@ -84,7 +86,7 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False, int8: b
 
 
 def _describe_inputs(graph: Graph) -> dict[str, Any]:
-    """The type and shape of each input; a free axis has a name instead of a length."""
+    """The type and shape of each input; a dynamic axis has a name instead of a length."""
     return {
         name: {
             "type": str(example.dtype).removeprefix("torch."),
@@ -95,11 +97,11 @@ def _describe_inputs(graph: Graph) -> dict[str, Any]:
 
 
 def open_onnx(folder: str | Path, *, threads: int | None = None, providers: list[str] | None = None) -> OnnxModel:
-    """The model in ``folder/onnx``, or in that folder itself, run by ONNX Runtime; with the directory's tokenizers.
+    """Open the model in ``folder/onnx``, or in ``folder`` itself, with the directory's tokenizers.
 
-    threads    for each operation; None: as many as torch uses
-    providers  ONNX Runtime's execution providers, best first; None: the CPU
-    Anything wrong with the files is a BadModelFile.
+    threads    threads per operation; None: as many as torch uses
+    providers  ONNX Runtime's execution providers, in order of preference; None: the CPU
+    Invalid files raise BadModelFile.
     """
     root = Path(folder)
     graphs = root / FOLDER if (root / FOLDER / DESCRIPTION).is_file() else root
@@ -110,7 +112,7 @@ def open_onnx(folder: str | Path, *, threads: int | None = None, providers: list
     if has_maps:
         path = graphs / MAPS
         try:
-            tensors = load_file(path) if path.exists() else {}  # most models have none
+            tensors = load_file(path) if path.exists() else {}  # most mechanisms have no parameters
         except (OSError, SafetensorError) as error:
             raise BadModelFile(f"{path} cannot be read: {error}") from None
         model.load_score_parameters(tensors, graphs)
@@ -123,32 +125,32 @@ def open_onnx(folder: str | Path, *, threads: int | None = None, providers: list
 def _read_description(folder: Path) -> tuple[ModelConfig, bool]:
     path = folder / DESCRIPTION
     if not path.is_file():
-        raise BadModelFile(f"{folder} has no {DESCRIPTION}, so no model was exported to ONNX there")
+        raise BadModelFile(f"{folder} has no {DESCRIPTION}, so it holds no model exported to ONNX")
     if path.stat().st_size > _MAX_JSON_BYTES:
-        raise BadModelFile(f"{path} has {path.stat().st_size} bytes, too many for what it should be")
+        raise BadModelFile(f"{path} has {path.stat().st_size} bytes, too many for a description of graphs")
     match parse_json(path.read_bytes(), path):
         case {"regard_onnx": 1, "config": dict(fields), "maps": bool(maps)}:
             try:
                 return ModelConfig(**fields), maps
             except (ValueError, TypeError) as error:
-                raise BadModelFile(f"{path} describes no model: {error}") from None
-    raise BadModelFile(f"{path} is no description of ONNX graphs that this version of regard reads")
+                raise BadModelFile(f"{path} does not describe a model: {error}") from None
+    raise BadModelFile(f"{path} is not a description of ONNX graphs that this version of regard can read")
 
 
 def round_weights(path: Path) -> None:
-    """Round the constant matrices of a graph to int8, one scale for each column; inputs are rounded as they come.
+    """Round the constant matrices of a graph to int8, one scale per column; inputs are quantised at run time.
 
-    The graph then has DynamicQuantizeLinear and MatMulInteger, which are operations of ONNX itself.
+    The new graph uses DynamicQuantizeLinear and MatMulInteger, which are standard ONNX operators.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = onnx.load(path)
-    del graph.graph.value_info[:]  # shapes from before the exporter folded transposed matrices, which would be refused
+    del graph.graph.value_info[:]  # stale since the exporter folded transposes; the quantiser would reject them
     external = path.with_name(f"{path.name}.data")
     is_large = external.exists()
     external.unlink(missing_ok=True)
-    with silence_warnings("root"):  # which recommends folding constants first; the exporter has done that
+    with silence_warnings("root"):  # it advises pre-processing, which the exporter has already done
         quantize_dynamic(
             graph,
             path,

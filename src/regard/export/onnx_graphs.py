@@ -1,12 +1,12 @@
-"""A model as graphs for ONNX: named tensors in, named tensors out, every length free, the cache among them.
+"""Models as graphs for ONNX, with named inputs and outputs, dynamic lengths, and the cache as inputs and outputs.
 
-    model     what an encoder reads → its logits or states                            encoder-only, ViT, classifiers
-    encoder   what an encoder reads → keys and values of every cross-attention        computed once a source
-    decoder   new tokens and the cache → logits of those wanted, the extended cache   any past, 0 included
+    model     source → logits or states                                       encoder-only models, ViT, classifiers
+    encoder   source → keys and values of every cross-attention               computed once per source
+    decoder   new tokens and the cache → selected logits, extended cache      the cache may be empty
 
-For recurrent models the encoder graph gives the initial state and the memory that attention reads, and the decoder
-graph is one step. The input ``keep`` is the padding mask of the source; a target token at position -1 is padding. A
-row that sees nothing is 0, in the graph as in torch.
+For recurrent models the encoder graph returns the initial state and the memory that attention reads, and the decoder
+graph computes one step. The input ``keep`` is the padding mask of the source; a target token at position -1 is padding.
+A row without keys gives 0, in the graph as in torch.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from ..models.base_model import mask_from_padding
 from ..models.recurrent_cells import Alignment, MemoryView, Recurrence, State, StateCache
 
 Axes = dict[int, str]
-"""The axes of a tensor whose length is free, by name."""
+"""The names of a tensor's dynamic axes, by their index."""
 
-# Lengths to trace with: none of them 0 or 1, which a trace would take for a property of the graph, and no two alike.
+# Lengths of the example inputs: all different, and none 0 or 1, on which a trace would specialise.
 B, N, P, S, T = 2, 4, 5, 6, 3
 
 
 class QueryKeyLog:
-    """Queries and keys of attention calls while a graph is traced, in the order of the calls."""
+    """Collects queries and keys while a graph is traced, in the order of the attention calls."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def outputs(self, *names: str) -> dict[str, Tensor]:
-        """As outputs of the graph: q_0, k_0, q_1 …"""
+        """The graph outputs q_0, k_0, q_1 … for the names "q" and "k"; with one name, the queries alone."""
         return {f"{name}_{i}": x for i, pair in enumerate(self.pairs) for name, x in zip(names, pair, strict=False)}
 
 
 class Graph(nn.Module):
-    """A module to be written as one ONNX file. ``inputs`` are example tensors and the names of their free axes."""
+    """A module to be written as one ONNX file. ``inputs`` are example tensors and the names of their dynamic axes."""
 
     def __init__(self, model: Any, inputs: dict[str, tuple[Tensor, Axes]]) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class Graph(nn.Module):
         self.axes = tuple(axes for _, axes in inputs.values())
 
     @abstractmethod
-    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The outputs by name."""
+    def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs by name, from the inputs by name."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(self.compute(dict(zip(self.input_names, inputs, strict=True))).values())
@@ -78,7 +78,7 @@ def example_tokens(vocab_size: int, *shape: int) -> Tensor:
 
 
 class LastState(StateCache):
-    """The state after the last token, which is all that a single step returns."""
+    """Keeps only the state after the last token, which is what the graph of a single step returns."""
 
     def __init__(self) -> None:
         self.last: State = ()
@@ -89,14 +89,14 @@ class LastState(StateCache):
 
 
 class RecurrentEncoderGraph(Graph):
-    """source (B, S), keep (B, S) → state_0 … and memory_k, memory_v; one where they are the same."""
+    """source (B, S), keep (B, S) → state_0 …, memory_k and memory_v; no memory_k if it equals memory_v."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(model, source_inputs(model.config))
 
-    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        memory = self.model.encode(given["source"], padding_mask=given["keep"])
-        view, state = self.model._start(memory, given["source"].shape[0])
+    def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        memory = self.model.encode(inputs["source"], padding_mask=inputs["keep"])
+        view, state = self.model._start(memory, inputs["source"].shape[0])
         out = {f"state_{i}": part for i, part in enumerate(state)}
         if view is None:
             return out
@@ -105,7 +105,7 @@ class RecurrentEncoderGraph(Graph):
 
 
 class RecurrentDecoderGraph(Graph):
-    """tokens (B, 1), real (B, 1), state, memory and keep → logits (B, 1, V) and next_state_0 …"""
+    """tokens (B, 1), real (B, 1), states, memory and keep → logits (B, 1, V) and next_state_0 …"""
 
     def __init__(self, model: Model, maps: bool) -> None:
         with torch.no_grad():
@@ -124,24 +124,41 @@ class RecurrentDecoderGraph(Graph):
         self.n_states = sum(name.startswith("state") for name in encoded)
         self.log = QueryKeyLog()
         attention = model.decoder.cross_attention
-        if maps and attention is not None:  # in place of the method with which the decoder shows q to recorders
+        if maps and attention is not None:  # replaces the method that reports q to recorders
             attention.record_attention = lambda q, contexts, view, cache: self.log.pairs.append((q, view.k))
 
-    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         self.log.pairs = []
         model, cache = self.model, LastState()
-        state = tuple(given[f"state_{i}"] for i in range(self.n_states))
-        x, view = model.target_table(given["tokens"]), None
-        if (v := given.get("memory_v")) is not None:
-            view = MemoryView(given.get("memory_k", v), v, given["keep"])
-        out = head_output(model, model.decoder.run_steps(x, state, view, given["real"], cache))
+        state = tuple(inputs[f"state_{i}"] for i in range(self.n_states))
+        x, view = model.target_table(inputs["tokens"]), None
+        if (v := inputs.get("memory_v")) is not None:
+            view = MemoryView(inputs.get("memory_k", v), v, inputs["keep"])
+        out = head_output(model, model.decoder.run_steps(x, state, view, inputs["real"], cache))
         return out | {f"next_state_{i}": part for i, part in enumerate(cache.last)} | self.log.outputs("cross_q")
 
 
+def onnx_obstacle(config: ModelConfig, maps: bool = False) -> str | None:
+    """Why a model with this config cannot be exported to ONNX, or not with ``maps``; None if it can."""
+    if config.model_class is not None:
+        return f"model_class={config.model_class!r} is not built in, and only built-in classes are exported to ONNX"
+    if config.mixing.recurrent:
+        return f"mixer={config.mixer!r} has a recurrent state, which the exported ONNX graphs do not support"
+    if config.architecture != "encoder" and not config.mixing.by_token:
+        return f"mixer={config.mixer!r} has no cache, which the ONNX graph of a decoder must return"
+    if config.architecture == "two-tower":
+        return "architecture='two-tower' has no ONNX export; `regard export hf` writes it for transformers"
+    if maps and (config.global_projections or config.sparsity == "end-blocks"):
+        return "the ONNX graphs cannot return the maps of global projections and end-blocks; leave out maps"
+    if config.stages is not None and maps:
+        return "the ONNX graphs cannot return the keys of stages, which differ in width; leave out maps"
+    return None
+
+
 def graphs_of(model: Model, maps: bool = False) -> dict[str, Graph]:
-    """The graphs of a model by name; ``maps`` adds the queries, and where no cache has them the keys, as outputs."""
-    if model.config.mixing.recurrent:
-        raise RegardError(f"mixer={model.config.mixer!r} keeps a state that ONNX graphs here have no input for")
+    """The graphs of a model by name. ``maps`` adds the queries as outputs, and the keys unless the cache has them."""
+    if (obstacle := onnx_obstacle(model.config, maps)) is not None:
+        raise RegardError(obstacle)
     model = traceable(model)
     if model.is_encoder_only:
         return {"model": EncoderOnlyGraph(model, maps)}
@@ -153,7 +170,7 @@ def graphs_of(model: Model, maps: bool = False) -> dict[str, Graph]:
 
 
 def traceable(model: Model) -> Model:
-    """A copy to be traced, in float32 on the CPU; it shares parameters that are so already."""
+    """A copy to be traced, in float32 on the CPU; it shares the model's parameters if they already are."""
     shared = {id(x): x for x in (model.processor, model.provenance)}
     is_ready = all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
     if is_ready:
@@ -162,10 +179,10 @@ def traceable(model: Model) -> Model:
     traced = traced if is_ready else traced.cpu().float()
     for module in list(traced.modules()):
         if isinstance(module, MultiHeadAttention | Alignment):
-            module.backend = "auto"  # while tracing it chooses among those that can be traced
+            module.backend = "auto"  # during tracing, it chooses a backend that can be traced
         if isinstance(module, Recurrence):
             kernel = functools.partial(run_opaque_kernel, bidirectional=module.back is not None)
-            module.run_kernel = kernel  # type: ignore[method-assign]  # of this traced copy alone
+            module.run_kernel = kernel  # type: ignore[method-assign]  # on this copy only
         if isinstance(module, MultiHeadAttention | Stack) and module.position_bias is not None:
             module.position_bias = PairwiseBias(module.position_bias)
     return traced
@@ -179,7 +196,7 @@ def traceable(model: Model) -> Model:
 def traced_lstm(
     x: Tensor, h: Tensor, c: Tensor, weights: list[Tensor], bidirectional: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """torch.lstm of one layer as one operation of a trace, which would otherwise have each time step by itself."""
+    """One layer of torch.lstm as a single operation, which a trace would otherwise unroll over time."""
     return torch.lstm(x, (h, c), weights, True, 1, 0.0, False, bidirectional, True)
 
 
@@ -203,14 +220,17 @@ def _(x: Tensor, h: Tensor, weights: list[Tensor], bidirectional: bool) -> tuple
 
 
 def run_opaque_kernel(x: Tensor, state: list[Tensor], weights: list[Tensor], bidirectional: bool) -> tuple[Tensor, ...]:
-    """In place of ``Recurrence.run_kernel`` while a graph is traced."""
+    """Replaces ``Recurrence.run_kernel`` while a graph is traced."""
     run = traced_lstm if len(state) == 2 else traced_gru
     return run(x, *state, weights, bidirectional)
 
 
 class PairwiseBias(Bias):
-    """A bias computed for each pair of positions. The faster form by diagonals treats a single query separately, which
-    a trace for all lengths cannot."""
+    """Computes a bias for each pair of positions.
+
+    The faster computation by diagonals has a special case for a single query, which a trace with dynamic lengths
+    cannot represent.
+    """
 
     def __init__(self, bias: Bias) -> None:
         super().__init__()
@@ -218,7 +238,7 @@ class PairwiseBias(Bias):
         self.reads_content, self.n_operands = bias.reads_content, bias.n_operands
 
     def _frame(self, frame: Frame) -> Frame:
-        # No position is larger than its column, so no distance exceeds the number of keys.
+        # No position exceeds its column, so no distance exceeds the number of keys.
         return frame if frame.steady is None else replace(frame, steady=None, limit=frame.n_keys)
 
     def operands(self, frame: Frame) -> Operands:
@@ -232,7 +252,7 @@ class PairwiseBias(Bias):
 
 
 class PastCache(Cache):
-    """Keys and values that are inputs of the graph and, with the new ones, its outputs."""
+    """A cache whose keys and values are inputs of the graph and, with the new ones appended, its outputs."""
 
     def __init__(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         self.k, self.v, self.positions = k, v, positions
@@ -246,13 +266,13 @@ class PastCache(Cache):
 
 
 def attentions_of(model: Model, kind: str) -> list[MultiHeadAttention]:
-    """The attentions of one kind, those of layers with shared parameters once."""
+    """The attention modules of one kind; layers with shared parameters count once."""
     modules = (cast(MultiHeadAttention, site.module) for site in model.attention_sites() if site.kind == kind)
     return list(dict.fromkeys(modules))
 
 
 def log_attentions(model: Model, kind: str, maps: bool) -> QueryKeyLog:
-    """A log to which the attentions of one kind append their q and k as they are scored, if ``maps``."""
+    """A log that collects q and k of all attentions of one kind if ``maps``, and stays empty otherwise."""
     log = QueryKeyLog()
     for attention in attentions_of(model, kind) if maps else []:
         name = "_cross_heads" if attention.cross else "_self_heads"
@@ -270,7 +290,7 @@ def _with_log(run: Callable[..., Any], log: QueryKeyLog) -> Callable[..., Any]:
 
 
 def source_inputs(config: ModelConfig) -> dict[str, tuple[Tensor, Axes]]:
-    """Example inputs of an encoder: its source and, except for images, the padding mask."""
+    """Example inputs of an encoder: the source and, except for images, the padding mask."""
     if config.source == "image":
         size = (B, config.n_channels, config.image_size, config.image_size)
         return {"source": (example_floats(*size), {0: "batch"})}
@@ -285,7 +305,7 @@ def source_inputs(config: ModelConfig) -> dict[str, tuple[Tensor, Axes]]:
 
 
 class EncoderOnlyGraph(Graph):
-    """Encoder-only models: source → logits, or states and, where there is a pooler, the pooled vector."""
+    """Encoder-only model: source → logits, or states and, if there is a pooler, the pooled vector."""
 
     def __init__(self, model: Model, maps: bool) -> None:
         inputs = source_inputs(model.config)
@@ -294,9 +314,9 @@ class EncoderOnlyGraph(Graph):
         super().__init__(model, inputs)
         self.log = log_attentions(model, "encoder", maps)
 
-    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        padding_mask, self.log.pairs = given.get("keep"), []
-        out = self.model(given["source"], padding_mask=padding_mask, segments=given.get("segments"))
+    def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        padding_mask, self.log.pairs = inputs.get("keep"), []
+        out = self.model(inputs["source"], padding_mask=padding_mask, segments=inputs.get("segments"))
         if self.model.config.head != "none":
             return {"logits": out, **self.log.outputs("q", "k")}
         pooled = {} if self.model.pooler is None else {"pooled": self.model.pooled(out, padding_mask)}
@@ -304,15 +324,15 @@ class EncoderOnlyGraph(Graph):
 
 
 class EncoderGraph(Graph):
-    """The encoder beside a decoder: source → keys and values of each cross-attention."""
+    """Encoder of an encoder-decoder: source → keys and values of each cross-attention."""
 
     def __init__(self, model: Model, maps: bool) -> None:
         super().__init__(model, source_inputs(model.config))
         self.log = log_attentions(model, "encoder", maps)
 
-    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         self.log.pairs = []
-        states = self.model.encode(given["source"], padding_mask=given.get("keep")).states
+        states = self.model.encode(inputs["source"], padding_mask=inputs.get("keep")).states
         out = {}
         for layer, attention in enumerate(attentions_of(self.model, "cross")):
             cache = CrossCache()
@@ -322,10 +342,10 @@ class EncoderGraph(Graph):
 
 
 class DecoderGraph(Graph):
-    """A decoder: new tokens, and keys and values of those before them → logits, and the cache with the new ones.
+    """Decoder: new tokens, and keys and values of past tokens → logits, and the cache with the new tokens.
 
-    ``wanted`` lists the new tokens whose logits are returned: of a prompt the last one, of a text to score all. Beside
-    an encoder, its keys and values are inputs as the encoder's graph returned them.
+    ``wanted`` lists the new tokens whose logits are returned: the last one of a prompt, or all of a text to be scored.
+    In an encoder-decoder, the outputs of the encoder graph are inputs too.
     """
 
     def __init__(self, model: Model, maps: bool) -> None:
@@ -349,31 +369,35 @@ class DecoderGraph(Graph):
         super().__init__(model, inputs)
         self.log, self.cross_log = log_attentions(model, "self", maps), log_attentions(model, "cross", maps)
 
-    def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def compute(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         self.log.pairs, self.cross_log.pairs = [], []
         past = [
-            PastCache(given[f"past_k_{layer}"], given[f"past_v_{layer}"], given["past_positions"])
+            PastCache(inputs[f"past_k_{layer}"], inputs[f"past_v_{layer}"], inputs["past_positions"])
             for layer in range(self.n_layers)
         ]
-        states = self._decode(given, past)
-        out = head_output(self.model, states.index_select(1, given["wanted"]))
+        states = self._decode(inputs, past)
+        out = head_output(self.model, self._wanted_states(inputs, states))
         for layer, cache in enumerate(past):
             out[f"present_k_{layer}"], out[f"present_v_{layer}"] = cache.k, cache.v
         return out | self.log.outputs("q") | self.cross_log.outputs("cross_q")
 
-    def _decode(self, given: dict[str, Tensor], past: list[PastCache]) -> Tensor:
-        """The new tokens' states (B, T, M); ``past`` is the cache to decode with."""
-        tokens, positions = given["tokens"], given["positions"]
+    def _wanted_states(self, inputs: dict[str, Tensor], states: Tensor) -> Tensor:
+        """The states (B, N, M) whose logits are returned."""
+        return states.index_select(1, inputs["wanted"])
+
+    def _decode(self, inputs: dict[str, Tensor], past: list[PastCache]) -> Tensor:
+        """The new tokens' states (B, T, M), decoded with the cache ``past``."""
+        tokens, positions = inputs["tokens"], inputs["positions"]
         if not self.n_blocks:
             return self.model.hidden(tokens, positions=positions, cache=ModelCache(past))
-        memory = Memory(given["cross_k_0"][:, 0, :0], mask_from_padding(given.get("keep")))  # the states are not needed
+        memory = Memory(inputs["cross_k_0"][:, 0, :0], mask_from_padding(inputs.get("keep")))  # only the mask is used
         cross = [CrossCache() for _ in past]
         for layer, cache in enumerate(cross):
             block = layer % self.n_blocks
-            cache.update(given[f"cross_k_{block}"], given[f"cross_v_{block}"])
+            cache.update(inputs[f"cross_k_{block}"], inputs[f"cross_v_{block}"])
         return self.model.decode(tokens, memory, positions=positions, cache=ModelCache(past, cross))
 
 
 def head_output(model: Model, states: Tensor) -> dict[str, Tensor]:
-    """The logits, or the states of a model without a head."""
+    """The logits, or the states if the model has no head."""
     return {"states": states} if model.head is None else {"logits": model.head(states, model.output_table)}

@@ -1,4 +1,4 @@
-"""Models whose weights lie in ONNX graphs: called, decoded with and searched like any other."""
+"""Model classes whose forward passes run ONNX graphs; they are called and generate like any other model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..attention import Frame
 from ..attention.attention_map import AttentionMap
 from ..attention.cache import ModelCache
 from ..attention.score_matrix import ScoreMatrix
-from ..models import Decoder, Encoder, EncoderDecoder, Memory, Recurrent
+from ..models import Decoder, Encoder, EncoderDecoder, Memory, Recurrent, Stack
 from ..models.base_model import mask_from_padding
 from ..models.recurrent import RecurrentMemory
 from ..models.recurrent_cells import MemoryCache, MemoryView, StateCache
@@ -40,26 +40,28 @@ class OnnxEncoder(OnnxModel, Encoder):
         segments: Tensor | None = None,
         names: list[str] | None = None,
     ) -> dict[str, Tensor]:
-        """Outputs by name, by default all: logits, or states and the pooled vector; queries and keys if exported."""
+        """The outputs called ``names``, by default all: logits, or states and the pooled vector; queries and keys if
+        exported."""
         return self.sessions["model"].run(source_inputs(self.config, source, padding_mask, segments), names)
 
     def hidden(self, source: Tensor, **options: Any) -> Tensor:
-        """The last layer's states, of a model without a head; a graph with a head does not return them."""
+        """The last layer's states (B, S, M), for a model without a head; a graph with a head does not return them."""
         if self.config.head != "none":
-            raise ValueError(f"head={self.config.head!r} is part of the ONNX graph: states do not come out of it")
+            raise ValueError(f"head={self.config.head!r} is part of the ONNX graph, which does not return states")
         return self(source, **options)
 
     def forward(self, source: Tensor, *, positions: Tensor | None = None, **options: Any) -> Tensor:
-        """Logits or states; options are those of ``Encoder``."""
+        """Logits or states. Options are those of ``Encoder``."""
         self._refuse_positions(positions)
         return logits_or_states(
             self.run(source, **options, names=["states" if self.config.head == "none" else "logits"])
         )
 
     def pooled(self, states: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        raise ValueError("the pooled vector comes out of the ONNX graph with the states: run(source)['pooled']")
+        raise ValueError("the ONNX graph returns the pooled vector together with the states: run(source)['pooled']")
 
     def _maps(self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_mask: Tensor | None) -> Maps:
+        assert isinstance(self.encoder, Stack)
         return stack_maps("encoder", self.encoder, self.run(source, padding_mask), padding_mask)
 
 
@@ -69,9 +71,9 @@ class OnnxDecoder(OnnxModel, Decoder):
     graph_names = ("decoder",)
 
     def hidden(self, tokens: Tensor, *, cache: ModelCache | None = None, **options: Any) -> Tensor:
-        """Logits (B, T, V) in place of states, which the graph's (empty) head passes on.
+        """Logits (B, T, V) instead of states; the model's head is the identity.
 
-        Of a prompt, which fills an empty cache, only those of the last token (B, 1, V): generation reads no others.
+        Prefill of an empty cache returns only the last token's logits (B, 1, V), as generation needs no others.
         """
         return self._logits(tokens, cache is None or cache.length > 0, cache=cache, **options)
 
@@ -89,7 +91,7 @@ class OnnxDecoder(OnnxModel, Decoder):
         cache: ModelCache | None = None,
     ) -> Tensor:
         if documents is not None:
-            raise ValueError("documents cannot be packed into one row of an ONNX graph's input")
+            raise ValueError("an ONNX graph cannot read packed documents")
         positions = token_positions(tokens, padding_mask, positions, cache)
         cache = self.new_cache() if cache is None else cache
         return logits_or_states(run_decoder(self, tokens, positions, cache, all_logits=all_logits))
@@ -102,7 +104,7 @@ class OnnxDecoder(OnnxModel, Decoder):
 
 @dataclass(frozen=True, eq=False)
 class OnnxMemory(Memory):
-    """Output of an encoder's graph: keys and values of every cross-attention, and no states."""
+    """The encoder graph's output: keys and values of every cross-attention, and no states."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -124,7 +126,7 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
         return OnnxMemory.of(out, padding_mask, len(source), self.config.d_model)
 
     def decode(self, target: Tensor, memory: Memory, **options: Any) -> Tensor:
-        """Logits (B, T, V) in place of states, which the graph's (empty) head passes on."""
+        """Logits (B, T, V) instead of states; the model's head is the identity."""
         return logits_or_states(self._run(target, memory, **options))
 
     def _run(
@@ -163,13 +165,13 @@ class OnnxEncoderDecoder(OnnxModel, EncoderDecoder):
 
 @dataclass(frozen=True, eq=False)
 class OnnxRecurrentMemory(RecurrentMemory):
-    """The encoder's states, the decoder's first state, and the keys as attention scores them, (B, 1, S, D)."""
+    """The encoder's states, the decoder's initial state, and the projected keys (B, 1, S, D)."""
 
     keys: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class OnnxRecurrent(OnnxModel, Recurrent):
-    """A recurrent translator. Its decoder's graph is one step, run once for each target token."""
+    """A recurrent translator. Its decoder graph computes one step and runs once per target token."""
 
     graph_names = ("encoder", "decoder")
 
@@ -184,7 +186,7 @@ class OnnxRecurrent(OnnxModel, Recurrent):
         return OnnxRecurrentMemory(v[:, 0], mask_from_padding(padding_mask), state, out.get("memory_k", v))
 
     def decode(self, target: Tensor, memory: Memory | None, **options: Any) -> Tensor:
-        """Logits (B, T, V) in place of states, which the graph's (empty) head passes on."""
+        """Logits (B, T, V) instead of states; the model's head is the identity."""
         return logits_or_states(self._run_steps(target, memory, **options))
 
     def _run_steps(

@@ -1,7 +1,7 @@
-"""What models in ONNX graphs have in common: sessions of ONNX Runtime, the cache, a decode step, attention maps.
+"""The common parts of models that run in ONNX Runtime: sessions, the cache, a decode step, attention maps.
 
-Each model is its torch class on the meta device, with every module and no weights, whose forward passes are replaced
-by those of a graph. So ``generate``, beam search and streaming work with it unchanged.
+Each model is an instance of its torch class on the meta device, with all modules and no weights, whose forward passes
+run ONNX graphs. ``generate``, beam search and streaming therefore work with it unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..attention.biases import Bias
 from ..attention.cache import CrossCache, GrowingCache, ModelCache
 from ..attention.cache.static_cache import CacheDtype
 from ..attention.masks import ValidKeys
-from ..attention.mechanisms import Mechanism
+from ..attention.mechanisms import Mechanism, Sinks
 from ..config import ModelConfig
 from ..errors import BadModelFile, RegardError
 from ..generation import GenerateConfig, Generated, generate
@@ -31,18 +31,18 @@ from ..models.base_model import mask_from_padding
 from ..models.components import TokenHead
 from ..models.recurrent_cells import MemoryCache, StateCache
 
-Maps = dict[str, AttentionMap]  # by name of the attention
+Maps = dict[str, AttentionMap]  # by the name of the attention site
 
 
 class OnnxSession:
-    """A graph that can be run. Tensors are handed over without being copied."""
+    """A graph loaded into ONNX Runtime. CPU tensors are passed without a copy."""
 
     def __init__(self, path: Path, threads: int | None = None, providers: list[str] | None = None) -> None:
         try:
             import onnxruntime
         except ImportError:
-            wanted = 'pip install "regard[export]"'
-            raise RegardError(f"ONNX graphs are run by onnxruntime, which is not installed: {wanted}") from None
+            install = 'pip install "regard[export]"'
+            raise RegardError(f"running ONNX graphs needs onnxruntime, which is not installed: {install}") from None
         if not path.is_file():
             raise BadModelFile(f"{path.parent} has no {path.name}; export the model to ONNX again")
         options = onnxruntime.SessionOptions()
@@ -51,38 +51,38 @@ class OnnxSession:
         options.log_severity_level = 3
         try:
             self._session = onnxruntime.InferenceSession(path, options, providers or ["CPUExecutionProvider"])
-        except Exception as error:  # its own exceptions share no base
+        except Exception as error:  # onnxruntime's exceptions have no common base
             raise BadModelFile(f"{path} cannot be opened by ONNX Runtime: {error}") from None
         self.path = path
         self.inputs = {x.name: x.shape for x in self._session.get_inputs()}
         self.outputs = [x.name for x in self._session.get_outputs()]
 
-    def run(self, inputs: Mapping[str, Tensor], wanted: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """The outputs named in ``wanted``, by default all; inputs that the graph does not have are ignored."""
+    def run(self, inputs: Mapping[str, Tensor], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """The outputs called ``names``, by default all; inputs that the graph does not have are ignored."""
         missing = sorted(set(self.inputs) - set(inputs))
         if missing:
             raise ValueError(f"the graph {self.path.name} needs {', '.join(missing)}")
-        for name, wanted_shape in self.inputs.items():  # free axes are named by words
+        for name, expected_shape in self.inputs.items():  # dynamic axes are names instead of sizes
             shape = inputs[name].shape
-            if len(shape) != len(wanted_shape) or any(
-                isinstance(wanted_size, int) and size != wanted_size
-                for size, wanted_size in zip(shape, wanted_shape, strict=True)
+            if len(shape) != len(expected_shape) or any(
+                isinstance(expected, int) and size != expected
+                for size, expected in zip(shape, expected_shape, strict=True)
             ):
-                takes = ", ".join(map(str, wanted_shape))
-                raise ValueError(f"{name} has shape {tuple(shape)}, but the graph takes ({takes})")
-        names = self.outputs if wanted is None else list(wanted)
+                sizes = ", ".join(map(str, expected_shape))
+                raise ValueError(f"{name} has shape {tuple(shape)}, but the graph takes ({sizes})")
+        names = self.outputs if names is None else list(names)
         feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
         try:
             out = self._session.run(names, feed)
-        except Exception as error:  # a token that no table has, say; its own exceptions share no base
+        except Exception as error:  # such as a token id outside the table; onnxruntime's exceptions have no common base
             raise RegardError(f"ONNX Runtime cannot run {self.path.name} on these inputs: {error}") from None
         return dict(zip(names, map(torch.from_numpy, out), strict=True))
 
 
 def score_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The biases and mechanisms that, with q and k, determine attention weights; by module name."""
+    """Yield the biases, mechanisms and sinks that, with q and k, determine attention weights, and their names."""
     for name, module in model.named_modules():
-        if isinstance(module, Bias | Mechanism):
+        if isinstance(module, Bias | Mechanism | Sinks):
             yield name, cast(nn.Module, module)
 
 
@@ -93,10 +93,11 @@ def stack_maps(
     source_padding_mask: Tensor | None,
     positions: Tensor | None = None,
 ) -> Maps:
-    """The maps of a stack's layers, from the outputs of its graph.
+    """The attention maps of a stack's layers, from the outputs of its graph.
 
-    An encoder's keys are k_0 …; a decoder, which has ``positions``, returns them as its cache.
-    ``source_padding_mask`` is that of the encoder's source, for its self-attention and the decoder's cross-attention.
+    An encoder graph returns its keys as k_0 …, a decoder graph as its cache. ``positions`` are those of a decoder's
+    tokens, None for an encoder. ``source_padding_mask`` masks the encoder's self-attention and the decoder's
+    cross-attention.
     """
     source_mask = mask_from_padding(source_padding_mask)
     maps = {}
@@ -112,10 +113,11 @@ def stack_maps(
                 k, mask = outputs[f"present_k_{layer}"], None
                 frame = Frame(q.shape[0], q.shape[1], positions, positions)
             bias = block.attention.position_bias if stack.position_bias is None else stack.position_bias
-            given = [part for part in (masks.causal() if stack.causal else None, mask, block.mask) if part is not None]
-            mask = reduce(operator.and_, given) if given else None
-            mechanism = block.attention.mechanism
-            maps[f"{site}.attention"] = AttentionMap(q, k, mask, bias, mechanism=mechanism, frame=frame)
+            parts = [part for part in (masks.causal() if stack.causal else None, mask, block.mask) if part is not None]
+            mask = reduce(operator.and_, parts) if parts else None
+            mechanism, sinks = block.attention.mechanism, block.attention.sinks
+            logits = None if sinks is None else sinks.logits
+            maps[f"{site}.attention"] = AttentionMap(q, k, mask, bias, mechanism=mechanism, frame=frame, sinks=logits)
         if f"cross_q_{layer}" in outputs and block.cross_attention is not None:
             q, k = outputs[f"cross_q_{layer}"], outputs[f"cross_k_{layer % len(stack.blocks)}"]
             mechanism = block.cross_attention.mechanism
@@ -123,12 +125,23 @@ def stack_maps(
     return maps
 
 
+def _check_size(config: ModelConfig, sessions: Mapping[str, OnnxSession]) -> None:
+    """Reject a config with more layers than the graph files can hold, before modules are built for them."""
+    folder = next(iter(sessions.values())).path.parent
+    n_bytes = sum(file.stat().st_size for file in folder.iterdir())
+    n_layers = 1 if config.share_layers else config.n_layers + (config.n_decoder_layers or 0)
+    d_ff = 1 if config.architecture == "recurrent" else min(config.d_ff, config.d_decoder_ff or config.d_ff)
+    if n_layers * 2 * config.d_model * d_ff > n_bytes:  # at least one byte per feed-forward weight
+        raise BadModelFile(f"{folder} holds {n_bytes:,} bytes, too few for the weights of {n_layers:,} layers")
+
+
 class OnnxModel(Model):
-    """Base of the models that run in ONNX Runtime. A subclass names its torch class as its second base."""
+    """Base of the models that run in ONNX Runtime. A subclass has its torch class as its second base."""
 
     graph_names: ClassVar[tuple[str, ...]]
 
     def __init__(self, config: ModelConfig, sessions: dict[str, OnnxSession]) -> None:
+        _check_size(config, sessions)
         with torch.device("meta"):
             super().__init__(config)
         self.sessions, self.has_maps = sessions, False
@@ -136,12 +149,12 @@ class OnnxModel(Model):
             self.head = GraphHead()
         for module in self.modules():
             if type(module) is Block:
-                module.__class__ = GraphBlock  # on the meta device there is nothing it could compute with
+                module.__class__ = GraphBlock  # it has no weights to compute with
         self.eval()
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")  # where tensors are handed over, wherever the graphs run
+        return torch.device("cpu")  # of inputs and outputs, wherever the graphs run
 
     def new_cache(
         self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
@@ -157,10 +170,10 @@ class OnnxModel(Model):
 
     def _refuse_positions(self, positions: Tensor | None) -> None:
         if positions is not None:
-            raise ValueError("positions cannot be given: in an encoder's ONNX graph tokens stand at 0, 1, 2 …")
+            raise ValueError("an encoder's ONNX graph takes no positions: its tokens are at 0, 1, 2 …")
 
     def generate(self, inputs: Rows, config: GenerateConfig | None = None, **fields: Any) -> Generated:
-        """``regard.generate`` of this model."""
+        """``regard.generate`` with this model."""
         return generate(self, inputs, config, **fields)
 
     def maps(
@@ -171,52 +184,55 @@ class OnnxModel(Model):
         padding_mask: Tensor | None = None,
         target_padding_mask: Tensor | None = None,
     ) -> Maps:
-        """Every attention of one pass: "encoder.blocks.0.attention", "decoder.blocks.1.cross_attention" …
+        """The maps of one forward pass: "encoder.blocks.0.attention", "decoder.blocks.1.cross_attention" …
 
-        source, target  as the model is called, or the tokens of a language model
-        padding_mask    which tokens of the source are real; target_padding_mask the same of the target
-        Where layers share their weights the number is the layer's.
+        source, target       the model's inputs; for a language model, its tokens as source
+        padding_mask         which tokens of the source are real
+        target_padding_mask  which tokens of the target are real
+        Layers with shared weights are numbered as layers.
         """
         if not self.has_maps:
             raise ValueError("this model was exported without its queries and keys; export it with maps=True")
         if (target is None) != (len(self.graph_names) == 1):
-            raise ValueError("a target goes with a model that has an encoder and a decoder, and with no other")
+            raise ValueError("target is required with an encoder-decoder model and not allowed with any other")
         return self._maps(source, source if target is None else target, padding_mask, target_padding_mask)
 
     def _maps(self, source: Tensor, target: Tensor, padding_mask: Tensor | None, target_mask: Tensor | None) -> Maps:
         raise NotImplementedError
 
     def load_score_parameters(self, tensors: dict[str, Tensor], folder: Path) -> None:
-        """Fill in the biases and mechanisms that maps are computed with."""
+        """Load the parameters of biases, mechanisms and sinks, from which maps are computed."""
         for name, module in score_modules(self):
             module.to_empty(device="cpu")
             for key, x in module.state_dict().items():
                 stored = tensors.get(f"{name}.{key}")
                 if stored is None or stored.shape != x.shape:
-                    raise BadModelFile(f"{folder} has no {name}.{key} that fits, which its attention maps need")
+                    raise BadModelFile(
+                        f"{folder} has no tensor {name}.{key} of the right shape, which its attention maps need"
+                    )
                 x.copy_(stored)
         self.has_maps = True
 
 
 class GraphBlock(Block):
-    """A layer whose weights lie in a graph: it describes the layer and cannot be run by itself."""
+    """Describes a layer whose weights are in a graph; it cannot be run by itself."""
 
     def forward(self, *args: Any, **options: Any) -> Tensor:
         raise RuntimeError("the layers of an ONNX model run inside its graphs; call the model")
 
 
 class GraphHead(TokenHead):
-    """A head that passes on its input, because the graphs return logits."""
+    """The identity, because the graphs return logits."""
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)  # without the weights of a TokenHead
+        nn.Module.__init__(self)  # skips TokenHead, which would create weights
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return x
 
 
 class GraphCache(GrowingCache):
-    """Keys and values as a graph returned them."""
+    """The keys and values returned by a graph."""
 
     def store(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         self._k, self._v, self._pos = k, v, positions
@@ -235,16 +251,16 @@ def run_decoder(
     all_logits: bool,
     outputs: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """Run new tokens through the decoder's graph and store the keys and values it returns in the cache.
+    """Run new tokens through the decoder graph and store the keys and values it returns in the cache.
 
-    ``outputs`` are the beginnings of names of further outputs; ``all_logits`` False asks for the last token's alone.
+    ``all_logits=False`` requests the last token's logits only; ``outputs`` are name prefixes of further outputs.
     """
     session, shape = model.sessions["decoder"], model.decoder_shape
     layers = [layer for layer in cache.layers if isinstance(layer, GraphCache)]
     n_batch, n_new = tokens.shape
-    nothing = torch.zeros(n_batch, shape.n_kv_heads, 0, shape.d_head)
-    past = [layer.contents() or (nothing, nothing, positions[:, :0]) for layer in layers]
-    past_positions = past[0][2].expand(n_batch, -1)  # one row may stand for all that were copied from it
+    empty = torch.zeros(n_batch, shape.n_kv_heads, 0, shape.d_head)
+    past = [layer.contents() or (empty, empty, positions[:, :0]) for layer in layers]
+    past_positions = past[0][2].expand(n_batch, -1)  # rows copied from one prompt may share one row of positions
     inputs = {"tokens": tokens.long(), "positions": positions, "past_positions": past_positions}
     inputs["wanted"] = torch.arange(n_new) if all_logits else torch.tensor([n_new - 1])
     inputs |= cross_inputs or {}
@@ -261,16 +277,16 @@ def run_decoder(
 
 
 def logits_or_states(outputs: dict[str, Tensor]) -> Tensor:
-    """The logits, or the states of a model without a head."""
+    """The logits, or the states if the model has no head."""
     return outputs["logits"] if "logits" in outputs else outputs["states"]
 
 
 def token_positions(
     tokens: Tensor, padding_mask: Tensor | None, positions: Tensor | None, cache: ModelCache | None
 ) -> Tensor:
-    """Positions (B, T) of new tokens, -1 for padding: after those in the cache unless ``positions`` are given.
+    """Positions (B, T) of new tokens, -1 for padding; they continue those in the cache unless ``positions`` is given.
 
-    As in the torch models, padding counts as a position without a cache, and does not with one.
+    As in the torch models, padding takes up positions without a cache, but not with one.
     """
     if positions is not None:
         return positions.expand(tokens.shape).long()
@@ -285,7 +301,7 @@ def token_positions(
 def source_inputs(
     config: ModelConfig, source: Tensor, padding_mask: Tensor | None, segments: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The inputs of an encoder's graph; without a mask everything is real."""
+    """The inputs of an encoder graph; without a mask, all tokens are real."""
     if config.source == "image":
         return {"source": source.float()}
     padding_mask = torch.ones(source.shape[:2], dtype=torch.bool) if padding_mask is None else padding_mask.bool()

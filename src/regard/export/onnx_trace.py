@@ -1,8 +1,9 @@
-"""A graph traced by torch, translated to ONNX and written to a file.
+"""Trace a graph with torch, translate it to ONNX and write it to a file.
 
-torch.onnx.export traces a module; decomposes what ONNX does not know by tracing everything a second time; and rewrites
-the result by some hundred patterns. Only the first is needed here: ``_translations`` has what regard's models use
-beside torch's own table, so that nothing is left to decompose, and ONNX Runtime finds the patterns as it loads a file.
+torch.onnx.export traces a module, traces it again to decompose operations that it cannot translate, and rewrites the
+result with about a hundred patterns. Only the first step is needed here: ``_translations`` adds the operations of
+regard's models that torch's own table lacks, so that none needs decomposing, and ONNX Runtime applies such patterns
+when it loads a file.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
-from ..errors import RegardError, silence_warnings
+from ..errors import RegardError, first_line, silence_warnings
 from .onnx_graphs import Graph
 
-OPSET = 20  # the first with Gelu as one operation
-_MAX_INLINE_BYTES = 1_500_000_000  # of weights in one file; a protobuf ends at 2³¹
-_REGISTRIES: dict[int, Any] = {}  # torch's tables of translations, by opset
+OPSET = 20  # the first opset with Gelu as a single operator
+_MAX_INLINE_BYTES = 1_500_000_000  # larger weights go to a second file: a protobuf holds at most 2³¹ bytes
+_REGISTRIES: dict[int, Any] = {}  # torch's translation tables, by opset
 
 
 @torch.no_grad()
 def write_graph(graph: Graph, path: Path) -> list[str]:
-    """Trace a graph, write it and return the names of its outputs. The file holds no paths of this machine."""
+    """Trace a graph, write it and return the names of its outputs. The file contains no local paths."""
     try:
         import onnxscript.optimizer
     except ImportError:
         raise RegardError(
-            'ONNX files are written by onnxscript, which is not installed: pip install "regard[export]"'
+            'writing ONNX files needs onnxscript, which is not installed: pip install "regard[export]"'
         ) from None
     outputs = list(graph.compute(dict(zip(graph.input_names, graph.examples, strict=True))))
     try:
@@ -43,8 +44,7 @@ def write_graph(graph: Graph, path: Path) -> list[str]:
         cause: BaseException = error
         while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
-        reason = str(cause).strip().split("\n")[0]
-        raise RegardError(f"this model cannot be written as ONNX: {reason}") from error
+        raise RegardError(f"this model cannot be written as ONNX: {first_line(cause)}") from error
     onnxscript.optimizer.fold_constants(program.model)
     onnxscript.optimizer.remove_unused_nodes(program.model)
     _strip_metadata(program.model)
@@ -54,13 +54,16 @@ def write_graph(graph: Graph, path: Path) -> list[str]:
 
 
 def _trace(graph: Graph, outputs: list[str], decompose: bool = False) -> Any:
-    """torch's exporter without what it need not do: to decompose a program in which every operation has a translation,
-    to cache the shapes of operations that never come again, to read its table of translations more than once."""
+    """Run torch's exporter without its unnecessary work.
+
+    It does not decompose a program whose operations all have translations, does not cache the shapes of operations
+    that never recur, and reads its table of translations only once.
+    """
     with (
         nullcontext() if decompose else _decompose_if_needed(),
         _read_translations_once(),
         torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
-        silence_warnings("torch.onnx"),  # about torchvision and the names of axes
+        silence_warnings("torch.onnx"),  # warns about torchvision and axis names
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -80,12 +83,12 @@ def _trace(graph: Graph, outputs: list[str], decompose: bool = False) -> Any:
         except torch.onnx.OnnxExporterError:
             if decompose:
                 raise
-    return _trace(graph, outputs, decompose=True)  # an operation of somebody's own mechanism has no translation
+    return _trace(graph, outputs, decompose=True)  # a user-defined mechanism may use an operation without a translation
 
 
 @contextmanager
 def _decompose_if_needed() -> Iterator[None]:
-    """Within it, a program without operations that the exporter would decompose is not traced again for their sake."""
+    """Context in which the exporter runs decompositions only on programs that contain operations to decompose."""
     run_decompositions = ExportedProgram.run_decompositions
 
     def run_if_needed(program: ExportedProgram, table: Any = None, **options: Any) -> ExportedProgram:
@@ -103,10 +106,10 @@ def _decompose_if_needed() -> Iterator[None]:
 
 @contextmanager
 def _read_translations_once() -> Iterator[None]:
-    """Within it, the exporter copies its table of some 800 translations instead of reading their signatures again."""
+    """Context in which the exporter copies its table of some 800 translations instead of parsing it again."""
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
-    except ImportError:  # another version of torch: it is slower, that is all
+    except ImportError:  # a torch version without this class: export is only slower
         yield
         return
     read = ONNXRegistry.from_torchlib
@@ -123,7 +126,7 @@ def _read_translations_once() -> Iterator[None]:
 
 
 def _needs_decomposition(target: Any, table: dict[Any, Any]) -> bool:
-    """Assertions are dropped, and arithmetic with sizes is no operation of torch."""
+    """Whether the exporter decomposes an operation; assertions are dropped, and size arithmetic is not an operation."""
     if not isinstance(target, torch._ops.OperatorBase):
         return False
     if not isinstance(target, torch._ops.OpOverload):
@@ -132,13 +135,13 @@ def _needs_decomposition(target: Any, table: dict[Any, Any]) -> bool:
 
 
 def _translations() -> dict[Any, Any]:
-    """Operations that torch's exporter translates not at all, or only after decomposing them."""
+    """Translations of operations that torch's exporter lacks, or has only after decomposition."""
     from onnxscript import opset18 as op
 
     int64, boolean = 7, 9  # in onnx.TensorProto
 
     def sort(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
-        """TopK of everything: ties stay in their order."""
+        """TopK over the whole axis, which keeps the order of ties."""
         length = op.Reshape(op.Gather(op.Shape(self), dim), [1])
         values, indices = op.TopK(op.Cast(self, to=int64), length, axis=dim, largest=int(descending), sorted=1)
         return op.CastLike(values, self), indices
@@ -184,11 +187,11 @@ def _translations() -> dict[Any, Any]:
         return normed if weight is None else op.Mul(normed, weight)
 
     def stack(weights: Any, order: tuple[int, ...]) -> tuple[Any, Any, Any]:
-        """Weights of each direction as ONNX has them: W, R and both biases, the gates in another order."""
+        """W, R and B of all directions as in ONNX: torch's weights with their gates reordered."""
         rows = torch.arange(weights[0].shape[0]).unflatten(0, (len(order), -1))[list(order)].flatten().tolist()
         w_x, w_h, b_x, b_h = ([op.Gather(w, rows, axis=0) for w in weights[i::4]] for i in range(4))
         biases = [op.Concat(x, h, axis=0) for x, h in zip(b_x, b_h, strict=True)]
-        w, r, b = (op.Concat(*(op.Unsqueeze(x, [0]) for x in some), axis=0) for some in (w_x, w_h, biases))
+        w, r, b = (op.Concat(*(op.Unsqueeze(x, [0]) for x in parts), axis=0) for parts in (w_x, w_h, biases))
         return w, r, b
 
     def options(h: Any, bidirectional: bool) -> dict[str, Any]:
@@ -229,7 +232,7 @@ def _translations() -> dict[Any, Any]:
 
 
 def _strip_metadata(model: Any) -> None:
-    """Remove the source lines that the exporter stores for each node, which are paths of this machine."""
+    """Remove the source locations that the exporter stores for each node, because they contain local paths."""
     for graph in (model.graph, *model.functions.values()):
         graph.metadata_props.clear()
         for node in graph:

@@ -1,8 +1,9 @@
-"""What an exported model is compared on: random inputs of random shapes, and a file of the user.
+"""The inputs on which an exported model is compared: random batches of random shapes, and a file of the user.
 
-pairs           BLEU, and the share of translations that are the same           translation
-lines of text   the share of texts that are the same; perplexity                translation; language models
-labelled texts  accuracy                                                        classification
+contents of the file   metric                                                   task
+pairs                  BLEU, and the share of identical translations            translation
+lines of text          the share of identical translations; perplexity          translation; language models
+labelled texts         accuracy                                                 classification
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from .engines import Ct2Engine, Engine, TorchEngine
 
 _MAX_ROWS = 4
 _MAX_LENGTH = 24
-BATCH = 32  # rows that are computed at once
+BATCH = 32  # rows per forward pass
 
 
 @dataclass(frozen=True, eq=False)
 class ParityCase:
-    """One ragged batch: ``padding_mask`` of the source, ``lengths`` of the output rows."""
+    """One ragged batch."""
 
     source: Tensor  # (B, S) ids, (B, C, height, width) pixels, (B, R, d) regions
-    padding_mask: Tensor | None  # (B, S)
-    target: Tensor | None  # (B, T) ids, beside an encoder
-    lengths: list[int] | None  # of the rows that come out; None: one vector a row
+    padding_mask: Tensor | None  # of the source, (B, S)
+    target: Tensor | None  # (B, T) ids, for a model with an encoder and a decoder
+    lengths: list[int] | None  # of the output rows; None: the output is one vector per row
 
     def drop_padding(self, out: Tensor) -> Tensor:
-        """The output at real tokens, rows one after the other."""
+        """The output at real tokens, rows concatenated."""
         if self.lengths is None or out.dim() == 2:
             return out
         return torch.cat([row[:length] for row, length in zip(out, self.lengths, strict=True)])
 
     def rows(self, ids: Tensor) -> list[list[int]]:
-        """Rows of what comes out, without padding."""
+        """The rows of ids (B, T) without padding."""
         assert self.lengths is not None
         return [row[:length].tolist() for row, length in zip(ids, self.lengths, strict=True)]
 
@@ -56,7 +57,7 @@ class ParityCase:
         return [row[real].tolist() for row, real in zip(self.source, self.padding_mask, strict=True)]
 
     def first_prompt(self) -> list[int]:
-        """The first source; of a language model, the first half of the first text, as a prompt."""
+        """The first source; for a language model, the first half of the first text as a prompt."""
         row = self.sources()[0]
         return row if self.target is not None else row[: max(1, len(row) // 2)]
 
@@ -67,7 +68,7 @@ class ParityCase:
 
 
 def largest_sizes(cases: list[ParityCase]) -> dict[str, int]:
-    """The largest of each size, for the certificate."""
+    """The largest batch, source and target size, for the certificate."""
     sizes = {"rows": max(len(case.source) for case in cases)}
     targets = [case.target.shape[1] for case in cases if case.target is not None]
     if cases[0].source.dim() < 4:
@@ -76,16 +77,18 @@ def largest_sizes(cases: list[ParityCase]) -> dict[str, int]:
 
 
 def task_name(config: ModelConfig) -> str:
-    """The model's task."""
+    """The name of the model's task."""
     if config.architecture == "decoder":
         return "language model"
     if config.architecture == "encoder":
         return {"classify": "classification", "masked-lm": "masked language model"}.get(config.head, "encoder")
+    if config.architecture == "two-tower":
+        return "images and texts"
     return "translation" if config.source == "text" else "captioning"
 
 
 def make_cases(config: ModelConfig, count: int, seed: int) -> list[ParityCase]:
-    """``count`` batches of one to four ragged rows; padding of every length, rows of one token among them."""
+    """``count`` batches of one to four ragged rows, whose lengths start at one token."""
     generator = torch.Generator().manual_seed(seed)
     return [_case(config, generator) for _ in range(count)]
 
@@ -112,6 +115,9 @@ def _case(config: ModelConfig, generator: torch.Generator) -> ParityCase:
     target = _ids(config, config.output_vocab_size, (n_rows, max(lengths)), generator)
     if config.bos_id is not None:
         target[:, 0] = config.bos_id
+    if config.architecture == "two-tower":  # logits by image and text; a text may be pooled at its end token
+        target[:, -1] = target[:, -1] if config.eos_id is None else config.eos_id
+        return ParityCase(source, None, target, None)
     return ParityCase(source, padding_mask, target, lengths)
 
 
@@ -120,17 +126,18 @@ def _random_size(least: int, most: int, generator: torch.Generator) -> int:
 
 
 def _ids(config: ModelConfig, n_tokens: int, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Random tokens, without those for padding, beginning and end where there are others."""
+    """Random tokens other than padding, beginning and end, if the vocabulary has others."""
     special = {config.pad_id, config.bos_id, config.eos_id}
     ordinary = torch.tensor([index for index in range(n_tokens) if index not in special] or [0])
     return ordinary[torch.randint(len(ordinary), shape, generator=generator)]
 
 
-Score = tuple[float, list[str] | None]  # of one engine on the file: the metric, and what it wrote, if it writes texts
+Score = tuple[float, list[str] | None]  # an engine's metric on the file, and its texts if it generates any
 
 
 class FileCheck(NamedTuple):
-    """A metric on a file. ``sign`` is 1 where more is better; ``score`` raises TypeError where an engine has none."""
+    """A metric on a file. ``sign`` is 1 if more is better; ``score`` raises TypeError if it needs logits and the engine
+    returns none."""
 
     metric: str
     sign: int
@@ -141,7 +148,7 @@ class FileCheck(NamedTuple):
 def check_file(
     model: TorchEngine, engines: Sequence[tuple[str, Engine, float | None]], path: Path, beam: int
 ) -> dict[str, Any]:
-    """The metric of the task on a file: the model's own, and beside it that of engines (name, engine, bound)."""
+    """The task's metric on a file, for the model and for each engine (name, engine, bound)."""
     check = _file_check(model, path, beam)
     own_value, own_texts = check.score(model)
     rows: list[dict[str, Any]] = []
@@ -169,14 +176,14 @@ def check_file(
 def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
     config = model.config
     if not path.is_file():
-        raise BadData(f"there is no file {path} to check with")
+        raise BadData(f"check: there is no file {path}")
     if config.architecture == "decoder":
         lines = _lines(path)
         return FileCheck("perplexity", -1, len(lines), lambda engine: _perplexity(engine, lines))
     if config.architecture == "encoder" and config.head == "classify" and config.source == "text":
         return _accuracy_check(model, path)
     if config.source != "text" or config.architecture == "encoder":
-        raise ValueError(f"architecture={config.architecture!r}, source={config.source!r}: no file is checked with it")
+        raise ValueError(f"architecture={config.architecture!r}, source={config.source!r}: a file cannot be checked")
     opened = open_source(path, valid_fraction=0.0)
     if opened.kind != "pairs":
         return _same_translations_check(model, _lines(path), beam)
@@ -194,12 +201,12 @@ def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
 def _lines(path: Path) -> list[str]:
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
-        raise BadData(f"{path} has no line of text to check with")
+        raise BadData(f"{path} has no lines of text to check")
     return lines
 
 
 def _same_translations_check(model: TorchEngine, lines: list[str], beam: int) -> FileCheck:
-    """Without references, the translations are compared with the model's own."""
+    """Without references, translations are compared with the model's own."""
     wanted = model.translate(lines, beam=beam, truncate=True, early_stopping=True)
 
     def score(engine: Engine) -> Score:
@@ -213,7 +220,7 @@ def _accuracy_check(model: TorchEngine, path: Path) -> FileCheck:
     labels = None if model.processor is None else model.processor.labels
     options: dict[str, Any] = {} if labels is None else {"labels": labels}
     if model.config.problem_type != "single_label":
-        raise BadData(f"{path}: only a classifier of one class for each text is checked with a file")
+        raise BadData(f"{path}: a file can be checked only with a classifier of one class per text")
     opened = open_source(path, valid_fraction=0.0, **options)
     examples = [example for example in opened.train if isinstance(example, Labelled)]
     if opened.kind != "labelled":
@@ -229,7 +236,7 @@ def _accuracy_check(model: TorchEngine, path: Path) -> FileCheck:
 
 @torch.no_grad()
 def classify(engine: Engine, texts: list[tuple[str, str | None]]) -> list[int]:
-    """The index of the likeliest class of each text, or of two."""
+    """The index of the likeliest class of each text, or pair of texts."""
     tokenizer, max_len = engine.tokenizer("source"), engine.config.max_len
     each = (tokenizer.encode(x) if y is None else next(tokenizer.encode_pairs([(x, y)])) for x, y in texts)
     rows = [torch.tensor(ids[:max_len]) for ids in each]
@@ -244,12 +251,12 @@ def classify(engine: Engine, texts: list[tuple[str, str | None]]) -> list[int]:
 
 @torch.no_grad()
 def _perplexity(engine: Engine, lines: list[str]) -> Score:
-    """exp of the mean loss of a token after those before it in its line."""
+    """exp of the mean negative log-likelihood of each token given the preceding tokens of its line."""
     tokenizer, max_len = engine.tokenizer("target"), engine.config.max_len
     rows = [row[:max_len] for row in map(tokenizer.encode, lines)]
     rows = [row for row in rows if len(row) > 1]
     if not rows:
-        raise BadData("no line is longer than one token, so nothing follows anything")
+        raise BadData("no line is longer than one token, so there is nothing to predict")
     log_probs: list[float] = []
     for row in rows:
         if isinstance(engine, Ct2Engine):

@@ -1,8 +1,8 @@
 """Int8 models as directories: int8 weights and their scales in safetensors, marked in config.json.
 
-``layers.quantised_linear`` rounds linear maps, token tables and the output matrix, one scale a row, but for the columns
-that the largest inputs meet, which are found by running the model on random inputs. q and k are still tapped where they
-are made, so the attention maps of an int8 model are exactly that model's.
+``layers.quantised_linear`` rounds linear layers, token tables and the output matrix to int8 with one scale per row. The
+columns that meet the largest inputs stay float32; they are found by running the model on random inputs. q and k are
+still tapped where they are computed, so the attention maps of an int8 model are exactly those of that model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..models.components import TokenHead
 from ..text import read_processor
 
 MARK = "regard_quantisation"  # the field of config.json that says how the weights are quantised
-_ALL_INT8: dict[str, Any] = {  # of older versions
+_ALL_INT8: dict[str, Any] = {  # written by older versions
     **{"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"}
 }
 _HOW: dict[str, Any] = {**_ALL_INT8, "columns": "float32 for the largest inputs, one of 64, at least 4"}
@@ -33,7 +33,7 @@ _MAX_SHARD_BYTES = 5 * 10**9
 
 
 def quantise(model: Model) -> Model:
-    """A copy of the model in int8, for inference."""
+    """An int8 copy of the model, for inference."""
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("this model is quantised already")
     if any(p.is_meta for p in model.parameters()):
@@ -43,16 +43,18 @@ def quantise(model: Model) -> Model:
 
 @torch.no_grad()
 def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str, Tensor]:
-    """How large each input of every linear map gets, (in,) by the map's name: on random tokens or pixels, which show
-    the few that are large by their weights, whatever is read."""
-    sizes = _empty_sizes(model)
-    names = {part: name for name, part in model.named_modules()}
+    """The largest magnitude of each input of every linear layer, (in,) by the layer's name.
 
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+    Measured on random tokens or pixels: outlier inputs are caused by the weights, whatever the model reads.
+    """
+    sizes = _empty_sizes(model)
+    names = {module: name for name, module in model.named_modules()}
+
+    def record(module: nn.Module, args: tuple[Any, ...]) -> None:
         x = module.hidden(args[0]) if isinstance(module, TokenHead) else args[0]
         sizes[names[module]] = torch.maximum(sizes[names[module]], x.detach().float().abs().flatten(0, -2).amax(0))
 
-    hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name in sizes]
+    hooks = [model.get_submodule(name).register_forward_pre_hook(record) for name in sizes]
     training = model.training
     try:
         model.eval()(*_random_inputs(model, n_rows, length))
@@ -64,9 +66,9 @@ def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str
 
 
 def _empty_sizes(model: Model) -> dict[str, Tensor]:
-    """A zero for each input of every linear map, by its name, and of the output matrix, by "head"."""
-    linears = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
-    sizes = {name: part.weight.new_zeros(part.in_features, dtype=torch.float32) for name, part in linears.items()}
+    """Zeros (in,) for every linear layer, by its name, and for the output matrix, as "head"."""
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    sizes = {name: linear.weight.new_zeros(linear.in_features, dtype=torch.float32) for name, linear in linears.items()}
     if model.head is not None:
         matrix = model.output_table if model.head.weight is None else model.head.weight
         sizes["head"] = matrix.new_zeros(matrix.shape[1], dtype=torch.float32)
@@ -103,36 +105,36 @@ def write_int8(model: Model, folder: Path) -> None:
     files: dict[str, bytes] = {} if processor is None else dict(processor.files(config))
     if index is not None:
         files["model.safetensors.index.json"] = to_json(index)
-    # transformers would read the integers as weights, so the directory has a model type of our own.
+    # The model type is regard's own, because transformers would read the integers as weights.
     fields: dict[str, Any] = {"model_type": "regard", "regard": config.model_dump(mode="json"), MARK: _HOW}
     labels = None if processor is None else processor.labels
     if labels is not None:
         fields["id2label"] = {str(number): label for number, label in enumerate(labels)}
         fields["label2id"] = {label: number for number, label in enumerate(labels)}
     files["config.json"] = to_json(fields)
-    written = hub.WrittenConfig(fields, (), ("weights are int8, in a form of our own",))
+    written = hub.WrittenConfig(fields, (), ("weights are int8, in a format of regard's own",))
     files["README.md"] = hub.model_card(model, written).encode()
     for name, content in files.items():
         write_atomic(folder / name, content)
 
 
 def is_quantised(path: str | Path) -> bool:
-    """Whether a directory's config.json says that its weights are int8."""
+    """Whether a directory's config.json marks its weights as int8."""
     config = Path(path) / "config.json"
     return config.is_file() and MARK in parse_json(config.read_bytes(), config)
 
 
 class Int8Directory(NamedTuple):
-    """A directory of an int8 model that was checked; its weights are not read yet."""
+    """A checked directory of an int8 model whose weights have not been read yet."""
 
     directory: hub.Directory
     weights: hub.Weights
     model: Model  # on the meta device, with ``.config``, ``.processor`` and ``.provenance``
-    n_parameters: int  # of the model before quantisation
+    n_parameters: int  # before quantisation
 
 
 def open_int8(path: str | Path, *, verify: bool = True) -> Model:
-    """The int8 model in a directory, with ``.config`` and ``.processor``. Anything wrong is a BadModelFile."""
+    """The int8 model in a directory, with ``.config`` and ``.processor``. Raises BadModelFile for invalid files."""
     _, weights, described, _ = check_int8(path, verify=verify)
     fitting = hub.Fitting(described, {name: name for name in weights.layout})
     model = hub.fill(fitting, (), weights, torch.device("cpu"), None).requires_grad_(False)
@@ -149,7 +151,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
         raise BadModelFile(f"{directory.root}: config.json has {MARK}={how!r}; regard reads {_HOW}")
     resolved, weights = hub.read_config(fields), directory.weights()
     config, n_tensors = resolved.config, len(weights.layout)
-    for name in ("n_layers", "n_decoder_layers"):  # building layers takes memory even on the meta device
+    for name in ("n_layers", "n_decoder_layers"):  # even on the meta device, building layers takes memory
         count = getattr(config, name)
         if not config.share_layers and count is not None and count > n_tensors:
             raise BadModelFile(f"{directory.root}: config.json has {name}={count}, but there are {n_tensors} tensors")
@@ -164,13 +166,13 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
 
 
 def _check_tensors(root: Path, model: Model, weights: hub.Weights) -> None:
-    wanted = model.state_dict()
-    faults = [f"{name} is missing" for name in sorted(set(wanted) - set(weights.layout))]
-    faults += [f"{name} belongs to nothing" for name in sorted(set(weights.layout) - set(wanted))]
-    for name, x in weights.layout.items():
-        if name in wanted and (x.shape != wanted[name].shape or _dtype_name(x) != _dtype_name(wanted[name])):
-            have, need = (f"{tuple(y.shape)} of {_dtype_name(y)}" for y in (x, wanted[name]))
-            faults.append(f"{name} is {have}, not {need}")
+    expected, actual = model.state_dict(), weights.layout
+    faults = [f"{name} is missing" for name in sorted(set(expected) - set(actual))]
+    faults += [f"{name} is not a tensor of this model" for name in sorted(set(actual) - set(expected))]
+    for name in (name for name in actual if name in expected):
+        stored, needed = (f"{tuple(x.shape)} of {_dtype_name(x)}" for x in (actual[name], expected[name]))
+        if stored != needed:
+            faults.append(f"{name} is {stored}, not {needed}")
     if faults:
         more = f" and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise BadModelFile(f"{root}: the tensors do not fit config.json; {'; '.join(faults[:5])}{more}")

@@ -1,1 +1,1 @@
-"""What every package stands on, each once: files, JSON, device choice, checks of arguments, plotting style."""
+"""Helpers for all packages: files, JSON, devices, checks of arguments, translation, progress and plotting."""

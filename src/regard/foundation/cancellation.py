@@ -1,4 +1,4 @@
-"""Work that can be stopped from another thread: its loops ask, once a step, whether anybody still wants the result."""
+"""Cancelling work from another thread: loops check once per step whether their result is still needed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _event: ContextVar[threading.Event | None] = ContextVar("cancelled", default=Non
 
 
 class Cancelled(Exception):
-    """Nobody waits for the result any more."""
+    """The work was cancelled because its result is no longer needed."""
 
 
 @contextmanager
 def cancel_with(event: threading.Event) -> Iterator[None]:
-    """Inside the block ``check_cancelled`` raises once the event is set; other threads are not concerned."""
+    """A context in which ``check_cancelled`` raises once the event is set; other threads are not affected."""
     token = _event.set(event)
     try:
         yield
@@ -25,7 +25,7 @@ def cancel_with(event: threading.Event) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raise ``Cancelled`` where the work of this thread is no longer wanted; called for every token, or layer."""
+    """Raise ``Cancelled`` if the work of this thread was cancelled; called for every token or layer."""
     event = _event.get()
     if event is not None and event.is_set():
-        raise Cancelled("nobody waits for this any more")
+        raise Cancelled("the result is no longer needed")

@@ -1,4 +1,4 @@
-"""Refusals of wrong arguments in one sentence: numbers out of range, and unknown names with the nearest known one."""
+"""Checks of arguments with one-sentence errors: numbers out of range, unknown names with the nearest known one."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ __all__ = ["did_you_mean", "nearest_name", "unknown_name"]
 
 
 def check_positive(**sizes: int | float | None) -> None:
-    """Refuse counts and sizes below 1, by name; None means "not given" and passes."""
+    """Raise ValueError for a count or size below 1; None passes."""
     for name, size in sizes.items():
         if size is not None and not size >= 1:
             raise ValueError(f"{name}={size} must be at least 1")
 
 
 def check_not_negative(**sizes: int) -> None:
-    """Refuse counts below 0, by name."""
+    """Raise ValueError for a count below 0."""
     for name, size in sizes.items():
         if size < 0:
             raise ValueError(f"{name}={size} must not be negative")
 
 
 def check_probability(**values: float) -> None:
-    """Refuse what does not lie in [0, 1), by name: rates of dropout and the like."""
+    """Raise ValueError for a value outside [0, 1), such as a dropout rate."""
     for name, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name}={value} must lie in [0, 1)")
 
 
 def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted: bool = True) -> str | None:
-    """The known name closest to ``name``; None where none is near.
+    """The known name closest to ``name``; None if none is similar.
 
-    Of ``dotted`` names (``train.steps``) those that share the last part come first: ``model.lr`` suggests ``train.lr``.
+    With ``dotted`` names (``train.steps``) a match of the last part comes first: ``model.lr`` suggests ``train.lr``.
     """
     names = list(known)
     if not dotted:  # file names, versions
@@ -46,13 +46,13 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted: bool = True) -> str:
-    """``; did you mean train.steps?`` to end a sentence with, or nothing where no name is near."""
+    """``; did you mean train.steps?`` as the end of an error message, or "" if no name is similar."""
     nearest = nearest_name(name, known, cutoff, dotted=dotted)
     return "" if nearest is None else f"; did you mean {nearest}?"
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], nearest: str | None = None) -> ValueError:
-    """The error for a name outside a table: it offers the nearest name, and lists all of them."""
+    """The error for a name that is not in a table: it suggests the nearest name and lists all of them."""
     names = list(known)
     nearest = nearest or nearest_name(str(name), names, cutoff=0.4)
     hint = "" if nearest is None else f" did you mean {nearest!r}?"

@@ -1,4 +1,4 @@
-"""Which device computes: the one place that decides what ``auto`` means and refuses what the machine does not have."""
+"""The choice of the device: what ``auto`` means, and an error for a device that is not available."""
 
 from __future__ import annotations
 
@@ -12,50 +12,54 @@ if TYPE_CHECKING:
     import torch
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
-"""What people may type; ``cuda:1`` names one of several."""
+"""The valid names of devices; ``cuda:1`` selects one of several GPUs."""
 
 
 def is_available(kind: str) -> bool:
-    """Whether this machine, with this torch, has a ``cpu``, ``cuda`` or ``mps`` device."""
+    """Whether this machine and this build of torch have a ``cpu``, ``cuda`` or ``mps`` device."""
     import torch
 
     return {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}.get(kind, False)
 
 
 def resolve_device(name: str | torch.device = "auto", option: str = "device") -> torch.device:
-    """The device a person asked for; ``auto`` is CUDA, else Apple's GPU, else the processor.
+    """The device of that name; ``auto`` is CUDA if available, else Apple's GPU, else the CPU.
 
-    ``option`` is how they asked (``train.device``, ``--device``), for the error.
+    ``option`` is the name of the setting (``train.device``, ``--device``) in error messages.
     """
     import torch
 
     name = str(name)
     kind = name.partition(":")[0]
     if kind not in DEVICES:
-        raise UsageError(f"{option}={name} is none of {', '.join(DEVICES)}")
+        raise UsageError(f"{option}={name} is not one of {', '.join(DEVICES)}")
     if kind == "auto":
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if is_available(kind)))
     if not is_available(kind):
-        raise UsageError(f"{option}={name}: this machine, or this torch, has none; use {option}=cpu")
+        raise UsageError(
+            f"{option}={name} is not available on this machine or in this build of torch; use {option}=cpu"
+        )
     return torch.device(name)
 
 
 @contextmanager
 def without_cudnn_attention(off: bool = True) -> Iterator[None]:
-    """Inside, torch's attention leaves out cuDNN, which plans for every new shape, half a second each: no help where
-    batches differ in shape."""
+    """A context without the cuDNN backend of torch's attention, unless ``off`` is False.
+
+    cuDNN takes half a second to plan for every new shape, which does not pay off if batches differ in shape.
+    """
     import torch
 
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before and not off)
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled and not off)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """float64, or float32 on Apple's GPUs, which have nothing wider."""
+    """float64, or float32 on Apple's GPUs, which do not support float64."""
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64

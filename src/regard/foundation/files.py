@@ -1,4 +1,4 @@
-"""Paths that stay inside their directory, atomic writes of files and directories, and locks on folders."""
+"""Paths confined to a directory, atomic writes of files and directories, and locks on directories."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..errors import BadModelFile, RegardError
 
 try:
     import fcntl
-except ImportError:  # Windows; leftovers of a crash are then left alone
+except ImportError:  # Windows: no locks, so leftovers of a crash are not removed
     fcntl = None  # type: ignore[assignment]  # a module otherwise
 
 
 def resolve_inside(root: Path, name: str) -> Path:
-    """The file ``name`` of a directory, refused where it leads out: absolute, through "..", or by a symbolic link.
+    """The path of file ``name`` in a directory; BadModelFile if it is absolute, contains ".." or links to the outside.
 
-    One kind of link may leave: a snapshot in the Hugging Face cache is made of links into the blobs folder beside it.
+    One exception: a snapshot in the Hugging Face cache consists of links to files in the ``blobs`` folder next to it.
     """
     plain = PurePosixPath(name)
     if not plain.parts or plain.is_absolute() or ".." in plain.parts or set(name) & set("\\:\0"):
@@ -33,52 +33,61 @@ def resolve_inside(root: Path, name: str) -> Path:
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     try:
         real, _ = path.resolve(), path.exists()
-    except RuntimeError as error:  # a link that leads to itself
-        raise BadModelFile(f"{path} is a link that leads nowhere: {error}") from None
-    except (OSError, ValueError) as error:  # too long, or no text
+    except RuntimeError as error:
+        raise BadModelFile(f"{path} is a link that points to itself: {error}") from None
+    except (OSError, ValueError) as error:  # too long, or not encodable
         why = getattr(error, "strerror", None) or "it is not text"
-        raise BadModelFile(f"{root}: no file can be called {name[:80]!r}: {why}") from None
+        raise BadModelFile(f"{root}: {name[:80]!r} cannot be the name of a file: {why}") from None
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
         raise BadModelFile(f"{path} is a link out of the directory, to {real}")
     return path
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/regard, else ~/.cache/regard: what can be made again at any time."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(given):  # the standard says to pass over a path that is not absolute
-        return Path(given) / "regard"
+    """$XDG_CACHE_HOME/regard, else ~/.cache/regard: files that can be recreated at any time."""
+    return _user_folder("XDG_CACHE_HOME", ".cache")
+
+
+def state_folder() -> Path:
+    """$XDG_STATE_HOME/regard, else ~/.local/state/regard: the user's own state, which cannot be recreated."""
+    return _user_folder("XDG_STATE_HOME", ".local/state")
+
+
+def _user_folder(variable: str, default: str) -> Path:
+    folder = os.environ.get(variable, "")
+    if os.path.isabs(folder):  # the XDG specification says to ignore relative paths
+        return Path(folder) / "regard"
     try:
-        return Path.home() / ".cache" / "regard"
-    except RuntimeError:  # a user without a home: a folder that cannot be made, as in a home that is read-only
+        return Path.home() / default / "regard"
+    except RuntimeError:  # a user without a home directory: return a path that cannot be created
         return Path(os.devnull) / "regard"
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Replace a file in one step: a reader, or a crash, sees the old content or the new, never a part."""
+    """Replace a file atomically: readers, and a crash, see either the old content or the new."""
     with atomic_file(path) as file:
         file.write(content)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file to write to, beside ``path``; when the block ends well it is forced to disk and takes its place."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """A temporary binary file that replaces ``path`` when the block succeeds, after it has been flushed to disk."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with _file_in_errors(path), open(beside, "xb") as file:
+        with _file_in_errors(path), open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     fsync(path.parent)
 
 
 def fsync(path: Path) -> None:
-    """Force a file's content, or a directory's list of names, to disk."""
-    if path.is_dir() and os.name != "posix":  # elsewhere a directory cannot be opened
+    """Flush the content of a file, or the entries of a directory, to disk."""
+    if path.is_dir() and os.name != "posix":  # Windows cannot open a directory
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -90,7 +99,7 @@ def fsync(path: Path) -> None:
 
 @contextmanager
 def _file_in_errors(path: Path) -> Iterator[None]:
-    """Which file it was, in an error of writing to one that is open, which does not know its name."""
+    """Add the file name to an OSError from writing to an open file, which lacks it."""
     try:
         yield
     except OSError as error:
@@ -101,10 +110,10 @@ def _file_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replace_directory(target: Path) -> Iterator[Path]:
-    """A new directory that takes the target's place when the block ends well; otherwise nothing changes.
+    """A new directory that replaces ``target`` when the block succeeds; otherwise nothing changes.
 
-    The two are swapped in one step, so a crash at any moment leaves the old directory or the new one, whole. Leftovers
-    of a crash beside the target are removed by the next one to save there.
+    The two are swapped atomically where the system can, so a crash leaves either the old directory or the new one,
+    complete. The next call for the same target removes leftovers of a crash.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -127,9 +136,10 @@ def replace_directory(target: Path) -> Iterator[Path]:
 
 
 def _apply_umask(folder: Path) -> None:
-    """Give every file the mode that ``open`` would: safetensors writes 0600, which no other user could read.
+    """Give every file the mode that ``open`` would give it: safetensors writes 0600, which other users cannot read.
 
-    ``mkdir`` has applied the umask to the folder itself, which spares changing it, for all threads, to read it.
+    The umask is taken from the folder, to which ``mkdir`` applied it: reading it otherwise means changing it for all
+    threads.
     """
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
@@ -138,26 +148,27 @@ def _apply_umask(folder: Path) -> None:
 
 
 def previous_version(target: Path) -> Path:
-    """Where the old directory waits while the new one takes its place, on systems that need two steps for it."""
+    """The name of the old directory during a replacement on systems that need two renames for it."""
     return target.with_name(f".{target.name}.previous")
 
 
 def _new_directory(target: Path) -> tuple[Path, int | None]:
-    """A hidden directory beside the target, and a lock on it that ends with this process, whichever way it ends."""
+    """A hidden directory next to the target, and a lock on it that the end of this process releases."""
     while True:
         new = target.with_name(f".{target.name}.{secrets.token_hex(4)}.saving")
         new.mkdir()
         lock = acquire_lock(new, wait=True)
-        if new.is_dir():  # another process may have taken it for a leftover before it was locked
+        if new.is_dir():  # another process may have removed it as a leftover before it was locked
             return new, lock
         if lock is not None:
             os.close(lock)
 
 
 def acquire_lock(folder: Path, *, wait: bool) -> int | None:
-    """A handle that holds the folder's lock until it is closed, which the end of this process does in any case.
+    """Lock a folder; returns a file descriptor that holds the lock until it is closed or the process ends.
 
-    None where there are no locks, or no such folder. Where someone else holds it: wait, or raise BlockingIOError.
+    None if the system has no locks or the folder does not exist. If another process holds the lock, wait for it or
+    raise BlockingIOError.
     """
     if fcntl is None:
         return None
@@ -178,9 +189,9 @@ def acquire_lock(folder: Path, *, wait: bool) -> int | None:
 
 @contextmanager
 def file_lock(folder: Path, busy: str | None = None) -> Iterator[None]:
-    """Hold a folder's lock inside the block; the end of the process releases it too.
+    """A context that holds the lock of a folder; the end of the process releases it too.
 
-    Where another process holds it: raise a RegardError that says "FOLDER ``busy``", or without ``busy``, wait.
+    If another process holds it, raise RegardError("FOLDER ``busy``") or, without ``busy``, wait.
     """
     try:
         handle = acquire_lock(folder, wait=busy is None)
@@ -194,7 +205,7 @@ def file_lock(folder: Path, busy: str | None = None) -> Iterator[None]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what a killed writer left; a live one holds the lock on it."""
+    """Remove a directory left by a process that was killed; a running process still holds its lock."""
     with suppress(BlockingIOError):
         handle = acquire_lock(folder, wait=False)
         if handle is not None:
@@ -203,7 +214,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _swap(new: Path, target: Path) -> Path:
-    """Put ``new`` in the target's place; where the old one is to be found then."""
+    """Replace ``target`` by ``new``; returns the path of the old directory."""
     if not target.exists():
         os.rename(new, target)
     elif _exchange(new, target):
@@ -216,11 +227,11 @@ def _swap(new: Path, target: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step: Linux' renameat2 with RENAME_EXCHANGE. False where there is no such thing."""
+    """Swap two paths atomically by renameat2 on Linux; False if the system cannot."""
     if sys.platform != "linux":
         return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    at_fdcwd, rename_exchange = -100, 2
     with suppress(AttributeError, OSError):
         renameat2 = ctypes.CDLL(None).renameat2
-        return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0)
+        return bool(renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange) == 0)
     return False

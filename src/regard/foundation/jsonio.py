@@ -1,4 +1,4 @@
-"""JSON that is exactly JSON: no duplicate names, no NaN, no infinity, neither read nor written."""
+"""Strict JSON: no duplicate keys, NaN or infinity, in reading and in writing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from ..errors import BadModelFile
 
 __all__ = ["JsonObject", "parse_json", "to_json", "to_jsonable", "wrong_values_as_bad_file"]
-_MAX_DIGITS = 50  # the states of random generators have up to 39
+_MAX_DIGITS = 50  # states of random generators have up to 39
 
 
 class JsonObject(dict[str, Any]):
-    """An object of a file: a name that it lacks is a fault of the file."""
+    """A JSON object from a file; accessing a missing key raises BadModelFile."""
 
     file: str | Path = ""
 
@@ -27,18 +27,18 @@ class JsonObject(dict[str, Any]):
 
 @contextmanager
 def wrong_values_as_bad_file(name: str | Path) -> Iterator[None]:
-    """Inside the block values of a document are read: one that is not of the kind it should be is a BadModelFile."""
+    """A context for reading values of a document: a wrong type or value raises BadModelFile."""
     try:
         yield
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-        raise BadModelFile(f"{name} does not hold what it should: {str(error) or type(error).__name__}") from error
+        raise BadModelFile(f"{name} holds an invalid value: {str(error) or type(error).__name__}") from error
 
 
 def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
-    """A JSON object from the bytes of the file ``name``.
+    """Parse the content of the file ``name`` as a JSON object.
 
-    Stricter than ``json.loads``: a repeated key, NaN, infinity, a number that no computer adds, or a top level other
-    than an object is refused.
+    Stricter than ``json.loads``: a repeated key, NaN, infinity, a number that is too long or too large, or a top level
+    other than an object is a BadModelFile.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -78,12 +78,12 @@ def to_json(document: Mapping[str, Any]) -> bytes:
     options: dict[str, Any] = {"indent": 2, "allow_nan": False}
     try:
         return (json.dumps(document, ensure_ascii=False, **options) + "\n").encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: Python's way to hold a path that the locale cannot read
+    except UnicodeEncodeError:  # a lone surrogate: how Python represents undecodable bytes in paths
         return (json.dumps(document, **options) + "\n").encode()
 
 
 def to_jsonable(value: Any) -> Any:
-    """A value as JSON can express it: arrays as lists, records as objects, None for numbers that are not finite."""
+    """Convert a value for JSON: arrays to lists, dataclasses to objects, numbers that are not finite to None."""
     match value:
         case None | bool() | int() | str():
             return value
@@ -101,4 +101,4 @@ def to_jsonable(value: Any) -> Any:
         return to_jsonable(value.tolist())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
+    raise TypeError(f"{type(value).__name__} cannot be converted to JSON")

@@ -1,7 +1,7 @@
-"""The language people read: what the environment asks for, and English sentences in it.
+"""The language of the command line, and the translation of its output.
 
-Commands, help and reports are written in English. Where they are printed, `localise` looks them up in korean.toml. Its
-keys are the English sentences, with `{…}` for what differs each time. What is not there stays English.
+Commands, help and reports are written in English. When they are printed, `localise` looks them up in korean.toml, whose
+keys are the English sentences with `{…}` for variable parts. Text without an entry stays English.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def environment_language() -> str:
-    """REGARD_LANG, else the variables that every program reads; English unless they say Korean."""
+    """The language of REGARD_LANG, else of the standard locale variables: Korean ("ko"), or English for all others."""
     value = next((value for name in _VARIABLES if (value := os.environ.get(name))), "")
     return "ko" if value.lower().startswith("ko") else "en"
 
 
 def localise(text: str) -> str:
-    """English text in the reader's language, line by line; the spaces before a line stay."""
+    """English text in the user's language, line by line; indentation is kept."""
     if environment_language() == "en":
         return text
     return "\n".join(_localise_line(line) for line in text.split("\n"))
 
 
 class Catalog(NamedTuple):
-    """The entries of a language: whole sentences, and patterns of those with something to fill in."""
+    """The entries of a language: whole sentences, and patterns for sentences with variable parts."""
 
     sentences: dict[str, str]
     patterns: list[tuple[re.Pattern[str], str]]
@@ -40,12 +40,12 @@ class Catalog(NamedTuple):
 @cache
 def load_catalog() -> Catalog:
     """Read korean.toml."""
-    import tomllib  # only now: English needs no catalog
+    import tomllib  # imported here, because English needs no catalog
 
     tables = tomllib.loads(files("regard.foundation").joinpath("korean.toml").read_text(encoding="utf-8"))
     entries = {english: korean for table in tables.values() for english, korean in table.items()}
     keys = [key for key in entries if _PLACEHOLDER.search(key)]
-    keys.sort(key=lambda key: len(_PLACEHOLDER.sub("", key)), reverse=True)  # the most particular first
+    keys.sort(key=lambda key: len(_PLACEHOLDER.sub("", key)), reverse=True)  # the most specific first
     return Catalog(entries, [(_pattern(key), entries[key]) for key in keys])
 
 
@@ -61,8 +61,8 @@ def _localise_line(line: str) -> str:
     if not text or text in catalog.sentences:
         return f"{before}{catalog.sentences.get(text, '')}{after}"
     for pattern, korean in catalog.patterns:
-        if found := pattern.fullmatch(text):
-            # What was filled in may be a sentence with an entry of its own; a single word is somebody's name.
-            values = {name: _localise_line(x) if " " in x else x for name, x in found.groupdict().items()}
+        if match := pattern.fullmatch(text):
+            # A variable part may be a sentence with its own entry; a single word is a name.
+            values = {name: _localise_line(x) if " " in x else x for name, x in match.groupdict().items()}
             return before + korean.format(**values) + after
     return line

@@ -1,4 +1,4 @@
-"""How every picture looks: colours, panels, and fonts that have every letter of its texts."""
+"""The style of plots: colours, panels, and fonts that cover the characters of their texts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 INK, SOFT, FAINT = "#222222", "#555555", "#E4E4E4"
 """Colours of titles, of labels and of the grid."""
 
-_FIRST = "DejaVu Sans"
-# Tried in this order; any other installed font that has the letters will do after them.
+_DEFAULT = "DejaVu Sans"
+# Tried in this order, before all other installed fonts.
 _KNOWN = (
     *("Noto Sans CJK KR", "Noto Sans KR", "Noto Sans CJK JP", "Noto Sans CJK SC", "NanumGothic", "Nanum Gothic"),
     *("Malgun Gothic", "Apple SD Gothic Neo", "AppleGothic", "UnDotum", "Baekmuk Gulim", "Source Han Sans K"),
@@ -25,7 +25,7 @@ _KNOWN = (
 
 
 def new_figure(width: float, height: float, *, dpi: int = 150) -> Any:
-    """A white matplotlib figure (inches) that draws without a display and touches no global state."""
+    """A white matplotlib figure, sizes in inches, that needs no display and changes no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -35,7 +35,7 @@ def new_figure(width: float, height: float, *, dpi: int = 150) -> Any:
 
 
 def style_panel(panel: Any, grid: str = "both") -> None:
-    """The look of every panel with axes: a faint grid behind the data, one line below it, nothing else."""
+    """The style of panels with axes: a faint grid behind the data, a line at the bottom, and no other frame."""
     panel.grid(color=FAINT, linewidth=0.7, axis=grid)
     panel.set_axisbelow(True)
     panel.tick_params(which="both", colors=SOFT, labelsize=9, length=0)
@@ -45,18 +45,18 @@ def style_panel(panel: Any, grid: str = "both") -> None:
 
 
 def fonts_for(text: str) -> tuple[list[str], str]:
-    """Fonts that together have every letter of a text, and the letters that none has."""
+    """Fonts that together cover the characters of a text, and the characters that no font has."""
     missing = {x for x in text if not x.isspace() and unicodedata.category(x) not in ("Mn", "Cf", "Cc")}
-    found = [_FIRST]
-    missing -= _letters(_FIRST)
+    fonts = [_DEFAULT]
+    missing -= _characters(_DEFAULT)
     for name in _candidates() if missing else ():
-        has = missing & _letters(name)
-        if has:
-            found.append(name)
-            missing -= has
+        covered = missing & _characters(name)
+        if covered:
+            fonts.append(name)
+            missing -= covered
         if not missing:
             break
-    return found, "".join(sorted(missing))
+    return fonts, "".join(sorted(missing))
 
 
 @functools.cache
@@ -65,19 +65,19 @@ def _candidates() -> tuple[str, ...]:
 
     manager = font_manager.fontManager
     known_files = {font.fname for font in manager.ttflist}
-    for file in set(font_manager.findSystemFonts()) - known_files:  # installed since matplotlib last looked
+    for file in set(font_manager.findSystemFonts()) - known_files:  # installed since matplotlib built its cache
         try:
             manager.addfont(file)
-        except (RuntimeError, OSError, ValueError):  # not every file is a font it can read
+        except (RuntimeError, OSError, ValueError):  # a format that matplotlib cannot read
             continue
     installed = {font.name for font in manager.ttflist}
     known = [name for name in _KNOWN if name in installed]
-    return (*known, *sorted(installed - {*known, _FIRST}))
+    return (*known, *sorted(installed - {*known, _DEFAULT}))
 
 
 @functools.cache
-def _letters(name: str) -> frozenset[str]:
-    """The letters of an installed font."""
+def _characters(name: str) -> frozenset[str]:
+    """The characters of an installed font."""
     from matplotlib import font_manager
 
     try:
@@ -89,12 +89,12 @@ def _letters(name: str) -> frozenset[str]:
 
 @contextmanager
 def use_fonts_for(texts: Iterable[str], file: Path) -> Iterator[list[str]]:
-    """The fonts for some texts; letters that no font has become boxes, and one sentence says so."""
+    """A context with the fonts for these texts; warns once about characters that no font has, which become boxes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
         logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-        found, missing = fonts_for("".join(texts))
-        yield found
+        fonts, missing = fonts_for("".join(texts))
+        yield fonts
     if missing:
         shown = missing[:8] + ("…" if len(missing) > 8 else "")
         asian = any("\u1100" <= x <= "\u11ff" or "\u2e80" <= x <= "\ud7ff" for x in missing)

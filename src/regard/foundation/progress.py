@@ -1,6 +1,6 @@
-"""How far long work before the first step has come: reading, and turning texts into tokens.
+"""Progress of long work before the first training step: reading and tokenising.
 
-Silent unless a caller asks with ``show_progress``: a library says nothing by itself. Quick work is never shown.
+Silent except inside ``show_progress``, since a library should not print by itself. Quick work is never shown.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .language import localise
 
 Item = TypeVar("Item")
 
-_AFTER_S = 1.0  # work that takes longer is shown
-_EVERY = 256  # items between two looks at the clock
+_AFTER_S = 1.0  # seconds after which work is shown
+_EVERY = 256  # items between two checks of the clock
 _shown: ContextVar[bool] = ContextVar("progress is shown", default=False)
 
 
 @contextmanager
 def show_progress(shown: bool = True) -> Iterator[None]:
-    """Inside the block, ``track`` says on stderr what is being done; on a terminal with a bar."""
+    """A context in which ``track`` reports on stderr, on a terminal with a progress bar."""
     token = _shown.set(shown)
     try:
         yield
@@ -31,8 +31,8 @@ def show_progress(shown: bool = True) -> Iterator[None]:
         _shown.reset(token)
 
 
-def track(items: Iterable[Item], what: str, total: int, size_of: Callable[[Item], int]) -> Iterator[Item]:
-    """The items as they are; ``what`` is done to them, and their sizes add up to about ``total``."""
+def track(items: Iterable[Item], activity: str, total: int, size_of: Callable[[Item], int]) -> Iterator[Item]:
+    """Yield the items and report progress as ``activity``; their sizes add up to about ``total``."""
     if not _shown.get():
         yield from items
         return
@@ -42,7 +42,7 @@ def track(items: Iterable[Item], what: str, total: int, size_of: Callable[[Item]
             yield item
             done += size_of(item)
             if number % _EVERY == 0 and time.monotonic() - started > _AFTER_S:
-                bar = bar or _Bar(what, total, started)
+                bar = bar or _Bar(activity, total, started)
                 bar.move(done)
     finally:
         if bar is not None:
@@ -50,17 +50,17 @@ def track(items: Iterable[Item], what: str, total: int, size_of: Callable[[Item]
 
 
 class _Bar:
-    """On a terminal a bar on stderr while it lasts, elsewhere a line when it begins; then a line with the time."""
+    """A progress bar on a terminal, elsewhere a line at the start; at the end a line with the time it took."""
 
-    _moving: _Bar | None = None  # a terminal has room for one: of two files read side by side the first is shown
+    _moving: _Bar | None = None  # a terminal shows only one bar, the first
 
-    def __init__(self, what: str, total: int, started: float) -> None:
+    def __init__(self, activity: str, total: int, started: float) -> None:
         from rich.console import Console
-        from rich.progress import Progress  # only now: most work ends before it is worth a bar
+        from rich.progress import Progress  # imported here, because most work ends before it needs a bar
 
-        self._what, self._started = what, started
+        self._activity, self._started = activity, started
         self._progress = Progress(console=Console(stderr=True, highlight=False, markup=False), transient=True)
-        self._task = self._progress.add_task(localise(what), total=total)
+        self._task = self._progress.add_task(localise(activity), total=total)
         if not sys.stderr.isatty():
             self._say("…")
         elif _Bar._moving is None:
@@ -77,4 +77,4 @@ class _Bar:
         self._say(f"took {time.monotonic() - self._started:.0f} s")
 
     def _say(self, words: str) -> None:
-        print(localise(f"{self._what} {words}"), file=sys.stderr, flush=True)
+        print(localise(f"{self._activity} {words}"), file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Bulk prediction: every record of a file gets an answer, streamed, checked before the first, and resumable.
+"""Bulk prediction: an answer for every record of a file; all records are checked first, and a stopped job resumes.
 
-Answers go to ``OUT.partial`` as JSON lines, a batch at a time. When all are there, OUT is written beside what they were
-made from, in one step. A command that was stopped goes on where its partial file ends.
+Answers go to ``OUT.partial`` as JSON lines, a batch at a time. Once all are there, OUT is written atomically, with each
+answer next to its record. A command that was stopped resumes where its partial file ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,29 +24,33 @@ from ..errors import BadData
 from ..foundation.files import atomic_file
 from .prompts import MAX_PIXELS, max_text_length
 
-Answer = dict[str, Any]  # what `--json` prints of one input
+Answer = dict[str, Any]  # the answer to one input, as printed by `--json`
+AnswerBatches = Callable[[Iterator[list[str]]], Iterator[list[Answer]]]  # batches of texts → their answers, in order
 
 
 @dataclass(frozen=True)
 class Answerer:
-    """How one command answers texts or images, and how an answer is written down."""
+    """How one command answers texts or images, and how its answers are written."""
 
     answer: Callable[[list[str]], list[Answer]]
-    blank: Answer  # to a blank text
-    new_columns: Mapping[str, type]  # of a table: their names, and str or float
-    cells: Callable[[Answer], dict[str, Any]]  # of the new columns
-    line: Callable[[Answer], str]  # of a text file
-    check: Callable[[str], bool]  # whether a text will be cut; ValueError or BadData where it cannot be answered
+    blank: Answer  # the answer to a blank text
+    new_columns: Mapping[str, type]  # columns added to a table: their names, with str or float
+    cells: Callable[[Answer], dict[str, Any]]  # an answer as values of the new columns
+    line: Callable[[Answer], str]  # an answer as a line of a text file
+    check: Callable[[str], bool]  # whether a text will be cut; raises ValueError or BadData if it cannot be answered
+
+    def answer_batches(self, batches: Iterable[list[str]]) -> Iterator[list[Answer]]:
+        return (self.answer(texts) if texts else [] for texts in batches)
 
 
 @dataclass
 class PredictionSummary:
-    """What a bulk prediction did."""
+    """The counts that a bulk prediction reports."""
 
     n_rows: int = 0
     n_blank: int = 0
-    n_resumed: int = 0  # rows that an earlier, stopped command had answered
-    cut: list[int] = field(default_factory=list)  # the first lines that were cut to what the model can read
+    n_resumed: int = 0  # rows answered by an earlier, stopped command
+    cut: list[int] = field(default_factory=list)  # the first few lines that were cut to the model's max_len
     n_cut: int = 0
     columns: list[str] = field(default_factory=list)
 
@@ -64,11 +69,11 @@ class PredictionSummary:
 
 
 def text_check(encode: Callable[[list[str]], list[list[int]]], config: ModelConfig, truncate: bool) -> Any:
-    """``Answerer.check`` of texts: False where it fits, True where it will be cut, ValueError where it may not be."""
+    """An ``Answerer.check`` for texts: False if a text fits, True if it will be cut; ValueError if it must not be."""
     is_prompt, max_len = config.architecture == "decoder", max_text_length(config)
 
     def check(text: str) -> bool:
-        n_tokens = len(encode([text])[0]) + is_prompt  # a prompt leaves room for one more
+        n_tokens = len(encode([text])[0]) + is_prompt  # a prompt must leave room for one more token
         if n_tokens > max_len and not truncate:
             limit = "and max_len={} leaves no room" if is_prompt else "but max_len={}"
             kept = "end" if is_prompt else "beginning"
@@ -79,14 +84,14 @@ def text_check(encode: Callable[[list[str]], list[list[int]]], config: ModelConf
 
 
 def image_check(name: str) -> bool:
-    """``Answerer.check`` of image files."""
+    """The ``Answerer.check`` for image files."""
     if (fault := check_image(Path(name), MAX_PIXELS, decode=True)) is not None:
         raise BadData(f"{name}: {fault}")
     return False
 
 
 def check_records(records: Records, check: Callable[[str], bool]) -> PredictionSummary:
-    """Count and check every record before the first is answered; the error names it as the file numbers it."""
+    """Count and check every record before the first is answered; an error names the record's line in the file."""
     summary = PredictionSummary()
     for record in records.read():
         summary.n_rows += 1
@@ -95,7 +100,7 @@ def check_records(records: Records, check: Callable[[str], bool]) -> PredictionS
             continue
         try:
             is_cut = check(record.text)
-        except BadData as error:  # names the image, which is all there is to a line or a file of a folder
+        except BadData as error:  # names the image, which identifies a record of these forms
             if records.form in ("lines", "folder"):
                 raise
             raise BadData(f"{records.place(record.line)}: {error}") from None
@@ -109,13 +114,22 @@ def check_records(records: Records, check: Callable[[str], bool]) -> PredictionS
 
 
 def answer_records(
-    records: Iterator[Record], answerer: Answerer, batch_size: int
+    records: Iterator[Record], answerer: Answerer, batch_size: int, answer_batches: AnswerBatches | None = None
 ) -> Iterator[list[tuple[Record, Answer]]]:
-    """Records with their answers, ``batch_size`` at a time; a blank one gets the blank answer."""
-    while batch := list(islice(records, batch_size)):
-        texts = [record.text for record in batch if record.text.strip()]
-        answers = iter(answerer.answer(texts) if texts else [])
-        yield [(record, next(answers) if record.text.strip() else answerer.blank) for record in batch]
+    """Records with their answers, ``batch_size`` at a time; a blank record gets the blank answer.
+
+    ``answer_batches`` replaces ``answerer.answer_batches``; it may read ahead to answer several batches at once.
+    """
+    waiting: deque[list[Record]] = deque()
+
+    def batches() -> Iterator[list[str]]:
+        while batch := list(islice(records, batch_size)):
+            waiting.append(batch)
+            yield [record.text for record in batch if record.text.strip()]
+
+    for batch_answers in (answer_batches or answerer.answer_batches)(batches()):
+        answers = iter(batch_answers)
+        yield [(record, next(answers) if record.text.strip() else answerer.blank) for record in waiting.popleft()]
 
 
 def predict_to_file(
@@ -128,25 +142,26 @@ def predict_to_file(
     batch_size: int,
     progress: Callable[[str], None] = lambda line: None,
     lines: Callable[[Record, Answer], str] | None = None,
+    answer_batches: AnswerBatches | None = None,
 ) -> None:
-    """Answer all records and write them to ``out``, in the format its name says, or as the ``lines`` made of each.
+    """Answer all records and write them to ``out``, in the format of its file name or as ``lines(record, answer)``.
 
-    ``settings`` are what the answers depend on: a partial file of others is not gone on with.
+    ``settings`` are everything the answers depend on: a partial file with other settings is not resumed.
     """
     partial = out.with_name(f"{out.name}.partial")
     with _open_partial(partial, {**settings, **_identity(records)}) as (file, n_done):
         summary.n_resumed = n_done
         if n_done:
-            progress(f"{partial} goes on after {n_done:,} rows")
+            progress(f"{partial}: resuming after {n_done:,} rows")
         rest = islice(records.read(), n_done, None)
         try:
-            for answered in answer_records(rest, answerer, batch_size):
+            for answered in answer_records(rest, answerer, batch_size, answer_batches):
                 file.write("".join(f"{json.dumps(answer)}\n" for _, answer in answered).encode())
                 file.flush()
                 n_done += len(answered)
                 progress(f"{n_done:,} of {summary.n_rows:,} rows")
         except KeyboardInterrupt:
-            progress(f"stopped after {n_done:,} of {summary.n_rows:,} rows; the same command goes on from there")
+            progress(f"stopped after {n_done:,} of {summary.n_rows:,} rows; run the same command again to resume")
             raise
     form = form_of(out)
     with atomic_file(out) as target:
@@ -166,14 +181,14 @@ def predict_to_file(
 def table_rows(
     records: Records, answerer: Answerer
 ) -> tuple[dict[str, type], Callable[[Record, Answer], dict[str, Any]]]:
-    """The new columns of a table, under names that are free in it, and a function that adds them to a record."""
+    """The new columns of a table, renamed if their names are taken, and a function that adds them to a record."""
     names = {name: records.free_name(name) for name in answerer.new_columns}
 
     def join(record: Record, answer: Answer) -> dict[str, Any]:
         cells = answerer.cells(answer)
-        return record.fields | {free: cells.get(name) for name, free in names.items()}
+        return record.fields | {column: cells.get(name) for name, column in names.items()}
 
-    return {free: answerer.new_columns[name] for name, free in names.items()}, join
+    return {column: answerer.new_columns[name] for name, column in names.items()}, join
 
 
 def read_partial(path: Path) -> Iterator[Answer]:
@@ -185,17 +200,17 @@ def read_partial(path: Path) -> Iterator[Answer]:
 
 
 def newest_weights(model: str) -> float:
-    """When a model's weights were last written: answers of other ones are not gone on with."""
+    """When a model's weights were last written; answers by other weights are not resumed."""
     files = Path(model.partition("@")[0]).rglob("*.safetensors")
     return max((file.stat().st_mtime for file in files), default=0.0)
 
 
 def _identity(records: Records) -> dict[str, Any]:
-    """What tells these records from others: of a file, its size and time."""
+    """What identifies these records: the size and time of a file, or a hash of their texts."""
     path = Path(records.name)
     if path.is_file():
-        facts = path.stat()
-        return {"file": str(path.resolve()), "column": records.column, "state": [facts.st_size, facts.st_mtime_ns]}
+        stat = path.stat()
+        return {"file": str(path.resolve()), "column": records.column, "state": [stat.st_size, stat.st_mtime_ns]}
     digest = hashlib.sha256()
     for record in records.read():
         digest.update(f"{record.text}\n".encode("utf-8", "surrogatepass"))
@@ -204,7 +219,7 @@ def _identity(records: Records) -> dict[str, Any]:
 
 @contextmanager
 def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[bytes], int]]:
-    """The partial file, open at its end, and how many answers it has; a new one where it is of other settings."""
+    """The partial file, open at its end, and how many answers it has; with other settings it is started anew."""
     head = f"{json.dumps(settings, sort_keys=True, default=str)}\n".encode()
     n_bytes, n_done = 0, 0
     if path.is_file():
@@ -212,7 +227,7 @@ def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[byt
             if next(file, b"") == head:
                 n_bytes = len(head)
                 for line in file:
-                    if not line.endswith(b"\n"):  # cut off when the process died
+                    if not line.endswith(b"\n"):  # incomplete: the process died while writing it
                         break
                     n_bytes, n_done = n_bytes + len(line), n_done + 1
     with path.open("r+b" if n_bytes else "wb") as file:

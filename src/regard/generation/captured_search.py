@@ -1,7 +1,7 @@
-"""Beam search with CUDA graphs: the decode step and the search's own bookkeeping, captured together.
+"""Beam search with CUDA graphs: the decode step and the bookkeeping of the search, captured together.
 
-The beams, the pool of finished texts and the table of parents lie on the GPU at fixed addresses. The host launches a
-block of steps, and reads, a block late, which prompts are still being searched for; the texts are read off at the end.
+The beams, the pool of finished texts and the table of parents are on the GPU at fixed addresses. The host launches a
+block of steps at a time and learns, one block later, which prompts are unfinished; it reads the texts at the end.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from .beam_search import Beams, BeamSearch, BeamStep, Hypothesis, Pool
 from .cuda_graph import BLOCK_STEPS, CapturedStep, CudaGraphEngine, GraphDecoder, can_choose_captured, read_blocks
 from .prompts import Prompts
 
-_SEARCH_FIELDS = (  # what a captured step depends on
+_SEARCH_FIELDS = (  # config fields that are fixed in a captured step
     *("beam", "length_penalty", "penalty_form", "early_stopping", "ended_first", "groups", "diversity_penalty"),
     *("logit_bias", "min_new_tokens"),
 )
 
 
 class SearchBuffers:
-    """What a search changes from step to step, for all prompts of a decoder, and the captured steps."""
+    """The state of a search, for all prompts of a decoder, and its captured steps."""
 
     def __init__(self, decoder: GraphDecoder, search: BeamSearch) -> None:
         n, n_steps, k, device = decoder.shape.prompts, len(decoder.state.history), search.config.beam, decoder.device
@@ -32,8 +32,8 @@ class SearchBuffers:
         self.rules.prepare_penalties(n_steps, device)
         limit = torch.zeros(n, dtype=torch.int64, device=device)
         self.beams = search.initial_beams(Prompts([[]] * n, limit.new_zeros(n, 0), None, limit))
-        self.beams.pool = Pool(*(x.clone() for x in self.beams.pool))  # some were one tensor
-        # Every step of the search, (steps, B, k), and whether a prompt is still searched for after it, (steps, B).
+        self.beams.pool = Pool(*(x.clone() for x in self.beams.pool))  # some fields share one tensor
+        # The result of every step, each field (steps, B, k), and whether a prompt is unfinished after it, (steps, B).
         numbers, scores = (torch.zeros(n_steps, n, k, dtype=x, device=device) for x in (torch.int64, torch.float32))
         parts = [(scores if "score" in name else numbers).clone() for name in BeamStep._fields[1:]]
         self.table = BeamStep(self.beams.prompt, *parts)
@@ -47,36 +47,37 @@ class SearchBuffers:
         self.steps = CapturedStep(run, device, BLOCK_STEPS)
 
     def begin(self, prompts: Prompts, logits: Tensor) -> None:
-        """Start from the prompts' logits (B · k, V); the decoder's other rows belong to no prompt."""
+        """Start from the prompts' logits (B · k, V); the decoder's other rows are unused."""
         n, new = len(prompts), self.rules.initial_beams(prompts)
-        for x in (self.beams.step, self.beams.open):
-            x.zero_()
+        self.beams.step.zero_()
+        self.beams.open.zero_()
         self.beams.limit[:n] = new.limit
-        for held, x in zip(_changing(self.beams)[1:], _changing(new)[1:], strict=True):
-            held[:n] = x
+        for buffer, x in zip(_changing(self.beams)[1:], _changing(new)[1:], strict=True):
+            buffer[:n] = x
         first = logits.new_zeros(self.decoder.shape.rows, logits.shape[1])
         first[: len(logits)] = logits
         self.advance(first)
 
     def advance(self, logits: Tensor) -> None:
-        """One step of the search by logits (R, V)."""
-        decoder, beams, at = self.decoder, copy(self.beams), self.beams.step
-        taken = self.rules.advance(beams, logits, at)
-        for held, x in zip(self.table[1:], taken[1:], strict=True):
-            held.index_copy_(0, at, x[None])
-        self.is_open.index_copy_(0, at, beams.open.any(-1)[None])
-        for held, x in zip(_changing(self.beams), _changing(beams), strict=True):
-            held.copy_(x)
-        decoder.keys.select((self.first_row + taken.parent).flatten(), decoder.state.lengths)
-        decoder.state.tokens.copy_(taken.token.flatten())
+        """One step of the search, given logits (R, V)."""
+        decoder, beams, step = self.decoder, copy(self.beams), self.beams.step
+        result = self.rules.advance(beams, logits, step)
+        for buffer, x in zip(self.table[1:], result[1:], strict=True):
+            buffer.index_copy_(0, step, x[None])
+        self.is_open.index_copy_(0, step, beams.open.any(-1)[None])
+        for buffer, x in zip(_changing(self.beams), _changing(beams), strict=True):
+            buffer.copy_(x)
+        decoder.keys.select((self.first_row + result.parent).flatten(), decoder.state.lengths)
+        decoder.state.tokens.copy_(result.token.flatten())
 
     def read(self, search: BeamSearch, n: int, is_open: Tensor) -> list[list[Hypothesis]]:
-        """The texts of the first n prompts; ``search`` gets the tables, with what each step kept of open prompts."""
+        """The texts of the first n prompts. Also sets the table of ``search`` and its steps, which hold the prompts
+        that were open."""
         table = [x[: len(is_open), :n].cpu() for x in self.table[1:]]
         search.parents, search.tokens, search.steps = table[0], table[1], []
         was_open = torch.cat([torch.ones_like(is_open[:1]), is_open[:-1]])
-        for step, some in enumerate(was_open):
-            prompts = some.nonzero()[:, 0]
+        for step, mask in enumerate(was_open):
+            prompts = mask.nonzero()[:, 0]
             search.steps.append(BeamStep(prompts, *(x[step, prompts] for x in table)))
         beams, finished = copy(self.beams), [list[Hypothesis]() for _ in range(n)]
         beams.prompt, beams.pool = torch.arange(n), Pool(*(x[:n].cpu() for x in beams.pool))
@@ -85,12 +86,12 @@ class SearchBuffers:
 
 
 def _changing(beams: Beams) -> list[Tensor]:
-    """What a step changes."""
+    """The tensors that a step updates."""
     return [beams.step, beams.score, beams.open, *beams.pool]
 
 
 def run_captured(search: BeamSearch, prompts: Prompts) -> list[list[Hypothesis]] | None:
-    """What ``search.run`` returns, by captured steps; None where they cannot be captured."""
+    """``search.run`` with captured steps; None if this search cannot be captured."""
     engine, config = search.engine, search.config
     reads_texts = config.stop or search.strings is not None or config.repetition_penalty != 1.0
     if type(search) is not BeamSearch or not isinstance(engine, CudaGraphEngine) or reads_texts:
@@ -98,10 +99,12 @@ def run_captured(search: BeamSearch, prompts: Prompts) -> list[list[Hypothesis]]
     if not can_choose_captured(config, search.eos_id):
         return None
     key = (search.eos_id, *(str(getattr(config, name)) for name in _SEARCH_FIELDS))
-    begun = engine.begin(prompts, config.beam, lambda found: found.capture(key, lambda: SearchBuffers(found, search)))
-    if begun is None:
+    started = engine.begin(
+        prompts, config.beam, lambda decoder: decoder.capture(key, lambda: SearchBuffers(decoder, search))
+    )
+    if started is None:
         return None
-    (buffers, logits), n = begun, len(prompts)
+    (buffers, logits), n = started, len(prompts)
     buffers.begin(prompts, logits)
     blocks = []
     is_open = buffers.is_open

@@ -1,10 +1,10 @@
-"""Beam search for texts that must hold given terms: grid beam search (Hokamp & Liu 2017).
+"""Beam search for texts that must contain given terms: grid beam search (Hokamp & Liu 2017).
 
-A term is a set of token sequences, one of which must occur. ``TermTracker`` reads a text token by token and knows how
-many tokens of its terms are still to be written. There is a beam of k hypotheses for every such number, n to 0: in each
-of them a hypothesis competes with those that are as far, so that none is pushed out for having begun an unlikely term.
-Beside its best tokens, every hypothesis is offered the tokens that begin or continue a term, so that the smallest
-number falls at every step. Only a text without missing terms may end.
+A term is a set of token sequences, one of which must occur. ``TermTracker`` follows a text token by token and counts
+the tokens of its terms that are still missing. There is a bank of k beams for every such count, from n to 0: a beam
+competes only with those that are as far, so none is discarded for having begun an unlikely term. In addition to its
+best tokens, every beam considers the tokens that begin or continue a term, so the lowest count falls at every step.
+Only a text without missing terms may end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .beam_search import Beams, BeamSearch, Candidates, Hypothesis
+from .beam_search import Beams, BeamSearch, Candidates
 from .cached_engine import DecodingEngine
 from .generation_config import GenerateConfig
 from .prompts import Prompts
@@ -29,33 +29,33 @@ Tokens = tuple[int, ...]
 
 
 class Term(NamedTuple):
-    """Token sequences of which one must occur: those of ``anywhere``, or of ``after_word`` where no word goes on."""
+    """Token sequences of which one must occur: any of ``anywhere``, or, outside a word, any of ``after_word``."""
 
     anywhere: tuple[Tokens, ...]
     after_word: tuple[Tokens, ...] = ()
 
     @property
     def size(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence."""
         return max(map(len, self.anywhere + self.after_word))
 
 
 class TermState(NamedTuple):
-    """How far a text is: the terms not yet in it, and what its end has of one of them."""
+    """How far a text is with its terms."""
 
-    missing: tuple[int, ...]
+    missing: tuple[int, ...]  # numbers of the terms not yet in it
     partial: Tokens = ()  # the longest end of the text that begins a missing term
-    after_word: bool = True  # whether no word goes on where ``partial`` begins
+    after_word: bool = True  # whether ``partial`` begins outside a word
 
 
 class TermTracker:
-    """Which terms a text holds, token by token. ``in_word`` says whether a word may go on after a token."""
+    """Follows which terms a text contains. ``in_word(token)`` says whether a word may continue after a token."""
 
     def __init__(self, terms: Sequence[Term], in_word: Callable[[int], bool] = lambda token: False) -> None:
         self.terms, self.in_word = tuple(terms), in_word
         self.start = TermState(tuple(range(len(terms))))
         self._tokens = {token for term in terms for tokens in (*term.anywhere, *term.after_word) for token in tokens}
-        # Beams are in few different states, and most tokens are of no term.
+        # Cached, as beams are in few different states, and most tokens belong to no term.
         self.next_tokens, self.n_needed = cache(self._next_tokens), cache(self._n_needed)
         self._term_step = cache(self._step_in_term)
 
@@ -70,17 +70,17 @@ class TermTracker:
         for start in range(len(text)):
             after_word = state.after_word if start == 0 else not self.in_word(text[start - 1])
             longer = TermState(state.missing, text[start:], after_word)
-            found = list(self._matching_sequences(longer))
-            done = [number for number, tokens in found if len(tokens) == len(text) - start]
-            if done:
-                missing = tuple(number for number in state.missing if number != done[0])
+            matches = list(self._matching_sequences(longer))
+            complete = [number for number, tokens in matches if len(tokens) == len(text) - start]
+            if complete:
+                missing = tuple(number for number in state.missing if number != complete[0])
                 return TermState(missing, (), not self.in_word(token))
-            if found:
+            if matches:
                 return longer
         return TermState(state.missing, (), not self.in_word(token))
 
     def _matching_sequences(self, state: TermState) -> Iterator[tuple[int, Tokens]]:
-        """The sequences of missing terms that begin with the partial one, each with its term's number."""
+        """The sequences of missing terms that begin with ``state.partial``, each with its term's number."""
         for number in state.missing:
             term = self.terms[number]
             for tokens in term.anywhere + (term.after_word if state.after_word else ()):
@@ -97,7 +97,7 @@ class TermTracker:
         )
 
     def _n_needed(self, state: TermState) -> int:
-        """Tokens still to be written: all of the missing terms, less what the end of the text has of one."""
+        """Tokens still to be written: all tokens of the missing terms, minus those already in ``state.partial``."""
         whole = sum(self.terms[number].size for number in state.missing)
         if not state.partial:
             return whole
@@ -118,11 +118,11 @@ class _Option(NamedTuple):
 
 
 class ConstrainedSearch(BeamSearch):
-    """Grid beam search: ``config.beam`` hypotheses for every number of tokens that may be missing.
+    """Grid beam search: ``config.beam`` beams for every number of missing tokens.
 
-    ``terms`` are those of each prompt; what does not fit into a prompt's limit is left out, the last ones first. Unless
-    a length penalty is asked for, texts are ranked by log P alone: divided by the length, an unlikely term would cost
-    less in a text that goes on after its end.
+    ``terms`` are the terms of each prompt, in order; a term that does not fit into the rest of the prompt's limit is
+    left out. Unless a length penalty is given, texts are ranked by log P alone: divided by the length, an unlikely term
+    would cost less in a text that rambles on.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ConstrainedSearch(BeamSearch):
         super().__init__(engine, config, eos_id, strings)
         self.terms, self.in_word, self.pool_size = terms, in_word, config.beam
 
-    def run(self, prompts: Prompts) -> list[list[Hypothesis]]:
+    def begin(self, prompts: Prompts) -> None:
         limits = (prompts.limit - len(self.config.prefix)).tolist()
         kept = [_fitting(terms, limit) for terms, limit in zip(self.terms, limits, strict=True)]
         self.trackers = [TermTracker(terms, self.in_word) for terms in kept]
@@ -147,7 +147,7 @@ class ConstrainedSearch(BeamSearch):
         self.config = self.config.with_(beam=self.pool_size * n_banks)
         self.size = self.config.beam
         self.states = [[tracker.start] * self.size for tracker in self.trackers]
-        return super().run(prompts)
+        super().begin(prompts)
 
     def _advance(self, beams: Beams, logits: Tensor, step: int | Tensor) -> tuple[list[Candidates], Candidates]:
         options = self._options(beams, logits, step)
@@ -155,8 +155,8 @@ class ConstrainedSearch(BeamSearch):
         has_text = beams.pool.score[:, 0].isfinite().any(-1)
         nexts, finished = [], []
         lists = (beams.prompt.tolist(), options, at_limit.tolist(), has_text.tolist())
-        for prompt, own, ends, has_some in zip(*lists, strict=True):
-            going, done = self._select(self.trackers[prompt], own, ends, has_some)
+        for prompt, prompt_options, is_last, has_any in zip(*lists, strict=True):
+            going, done = self._select(self.trackers[prompt], prompt_options, is_last, has_any)
             self.states[prompt] = [x.state for x in going] + [self.trackers[prompt].start] * (self.size - len(going))
             nexts.append(going)
             finished.append([x._replace(code=LENGTH) if x.code == GOING_ON else x for x in done])
@@ -168,7 +168,7 @@ class ConstrainedSearch(BeamSearch):
         return [following], ended
 
     def _options(self, beams: Beams, logits: Tensor, step: int | Tensor) -> list[list[_Option]]:
-        """For each prompt the best continuations of its beams, and those that begin or continue a term."""
+        """For each prompt, the best continuations of its beams and those that begin or continue a term."""
         n, _, width = beams.score.shape
         numbers, texts = beams.prompt.tolist(), beams.texts.flatten(0, 1)
         scores = filter_logits(logits.log_softmax(-1), texts, step, self.config, self.eos_id)
@@ -189,7 +189,7 @@ class ConstrainedSearch(BeamSearch):
     def _prompt_options(
         self, prompt: int, scores: list[list[float]], tokens: list[list[int]], codes: list[list[int]]
     ) -> list[_Option]:
-        """Of one prompt, best first; a token may be both likely and wanted."""
+        """The options of one prompt, best first, without duplicates: a token may be both likely and part of a term."""
         tracker, options = self.trackers[prompt], dict[tuple[int, int], _Option]()
         for beam, state in enumerate(self.states[prompt]):
             for score, token, code in zip(scores[beam], tokens[beam], codes[beam], strict=True):
@@ -208,13 +208,13 @@ class ConstrainedSearch(BeamSearch):
         for bank in banks.values():
             going += [x for x in bank if x.code == GOING_ON][:k]
         done = [x for x in banks[0][:k] if x.code != GOING_ON or at_limit]
-        if not done and not has_text and (at_limit or not going):  # a filter forbids a term: a text with most of them
+        if not done and not has_text and (at_limit or not going):  # a filter forbids a term: take the fewest missing
             done = next((banks[n][:k] for n in sorted(banks) if banks[n]), [])
         return going, done
 
 
 def _fitting(terms: Sequence[Term], limit: int) -> list[Term]:
-    """The terms that fit into a text of ``limit`` tokens together."""
+    """The terms that together fit into ``limit`` tokens, in order of preference."""
     kept: list[Term] = []
     for term in terms:
         if term.size <= limit:
@@ -224,7 +224,7 @@ def _fitting(terms: Sequence[Term], limit: int) -> list[Term]:
 
 
 def _candidates(options: list[list[_Option]], width: int, device: torch.device) -> Candidates:
-    """Options as tensors (B, width); -inf where there are fewer."""
+    """Options as tensors (B, width), padded with scores of -inf."""
     empty = _Option(-math.inf, 0, 0, GOING_ON, TermState(()))
     padded = [row + [empty] * (width - len(row)) for row in options]
     score, beam, token, code = (

@@ -1,8 +1,8 @@
 """Decoding with CUDA graphs: the decode step is captured once and replayed for every token.
 
-A step of a small model is a hundred launches of two microseconds each; launched one by one they wait for Python.
-Captured, several steps at a time, they run back to back, the chosen token is written where the next step reads it, and
-the host reads tokens a block late to see which texts have ended. On a CPU the same code runs without capture (tests).
+A step of a small model is a hundred kernels of two microseconds each; launched one by one, they wait for Python.
+Captured, several steps at a time, they run back to back: each step writes the chosen token where the next one reads
+it, and the host sees one block later which texts have ended. On a CPU the same code runs without capture (tests).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,13 +28,15 @@ from .sampling import ChosenTokens, decode_loop, draw_tokens, filter_logits, tok
 from .step_keys import DecodeState, StepKeys
 from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
 
-BLOCK_STEPS = 8  # captured together; the host reads after each block, one block late
+BLOCK_STEPS = 8  # steps captured together; the host reads the tokens of a block while the next one runs
 _WARM_UPS = 3
-_MAX_CAPTURES = 8  # captures of one decoder, each with its own way to choose tokens
+_MAX_CAPTURES = 8  # captures of one decoder, one for each way to choose tokens
 _LENGTH_MULTIPLE = 128  # cache lengths are multiples of this, so that texts of similar length share a capture
 _SOURCE_MULTIPLE = 64  # the same for sources
-_MAX_DECODERS = 4  # kept for a model, each with its keys and values
-_MAX_KEPT_BYTES = 8 << 30  # of them together
+_PROMPT_MULTIPLE = 64  # the same for prompts
+_MAX_PROMPT_TOKENS = 16384  # in a captured prefill; larger ones are not bound by kernel launches
+_MAX_DECODERS = 4  # decoders kept per model, each with its keys and values
+_MAX_KEPT_BYTES = 8 << 30  # of all decoders of a model together
 
 Captured = TypeVar("Captured")
 
@@ -42,8 +44,8 @@ Captured = TypeVar("Captured")
 class CapturedStep:
     """A function without arguments as a CUDA graph over the tensors it reads and writes; ``out`` is its result.
 
-    It runs a few times before the capture, to load kernels and choose algorithms; what that writes is the caller's to
-    overwrite. A call runs it ``repeats`` times.
+    The function runs a few times before the capture, to load kernels and choose algorithms; the caller must reset what
+    these runs write. A call runs it ``repeats`` times.
     """
 
     def __init__(self, run: Callable[[], Tensor | None], device: torch.device, repeats: int = 1) -> None:
@@ -70,12 +72,12 @@ class CapturedStep:
 
 
 class GraphShape(NamedTuple):
-    """What a captured step is made for: its rows are prompts · copies."""
+    """The sizes that a captured step is made for; its rows are prompts · copies."""
 
     prompts: int
     copies: int
     max_len: int  # positions of a text
-    source_len: int = 0  # positions of the encoder's output; 0: there is none
+    source_len: int = 0  # positions of the encoder's output; 0: no encoder
 
     @property
     def rows(self) -> int:
@@ -83,10 +85,10 @@ class GraphShape(NamedTuple):
 
 
 class GraphDecoder:
-    """A decode step for some rows and lengths: its keys, state and captures, which are reused.
+    """A decode step of one shape with its keys, state and captures, which are reused.
 
-    Steps are captured before ``begin``, since warming up writes tokens and keys. ``compile`` applies torch.compile to
-    the step before it is captured; ``form`` and ``ops`` are those of DecodeStep.
+    Steps are captured before ``begin``, because warm-up runs write tokens and keys. ``compile`` applies torch.compile
+    to the step before it is captured; ``form`` and ``ops`` are those of DecodeStep.
     """
 
     def __init__(
@@ -97,29 +99,47 @@ class GraphDecoder:
         self.state = DecodeState.empty(rows, shape.max_len + BLOCK_STEPS + _WARM_UPS, model.device)
         self.step = DecodeStep(model, self.keys, self.state, form, ops)
         n_steps = len(self.state.history)
-        # New tokens first, then the prompt: the filters that are captured do not depend on the order.
+        # New tokens first, then the prompt: captured filters do not depend on the order.
         self.texts = torch.full((rows, n_steps + shape.max_len), -1, dtype=torch.int64, device=model.device)
         self.draws = torch.zeros(rows, n_steps, dtype=torch.float64, device=model.device)
-        self.owner: weakref.ref[object] | None = None  # the engine that uses it
+        self.owner: weakref.ref[object] | None = None  # the engine that uses this decoder
         self.addresses = _parameter_addresses(model)
         self.logits: Callable[[], Tensor] = self.step.logits
         if compile:
             self.logits = torch.compile(self.step.logits, dynamic=False, fullgraph=True)
         self._captures: dict[Any, Any] = {}
+        self._prompt_passes: dict[tuple[int, int], PromptPass | None] = {}
+        self._prompt_shapes: Counter[tuple[int, int]] = Counter()
 
     @property
     def n_bytes(self) -> int:
         return sum(x.nbytes for pair in (*self.keys.layers, *self.keys.memory) for x in pair)
 
     def begin(self, lengths: Tensor, limit: Tensor) -> None:
-        """The first n rows continue texts of ``lengths`` (n,) by at most ``limit`` (n,) tokens; others go nowhere."""
+        """The first n rows continue texts of ``lengths`` (n,) by at most ``limit`` (n,) tokens; others are unused."""
         state, n = self.state, len(lengths)
         for x in (state.lengths, state.last, state.steps):
             x.zero_()
         state.lengths[:n], state.last[:n] = lengths, lengths + limit - 1
 
+    def prefill(self, prompts: list[list[int]], memory: Tensor | None, padding_mask: Tensor | None) -> Tensor:
+        """``DecodeStep.prefill``, captured if there is no source and prompts of this number and length recur."""
+        length = min(_round_up(max(map(len, prompts)), _PROMPT_MULTIPLE), self.shape.max_len)
+        key = (len(prompts), length)
+        self._prompt_shapes[key] += 1
+        capture = self._prompt_shapes[key] > 1 and memory is None and len(prompts) * length <= _MAX_PROMPT_TOKENS
+        if capture and key not in self._prompt_passes:
+            while len(self._prompt_passes) >= _MAX_CAPTURES:
+                self._prompt_passes.pop(next(iter(self._prompt_passes)))
+            try:
+                self._prompt_passes[key] = PromptPass(self.step, *key)
+            except Exception:  # it cannot be captured: launch its kernels one by one
+                self._prompt_passes[key] = None
+        captured = self._prompt_passes.get(key) if capture else None
+        return self.step.prefill(prompts, memory, padding_mask) if captured is None else captured(prompts)
+
     def logit_step(self) -> CapturedStep:
-        """The step alone: reads ``state.tokens`` and returns logits, which the next call overwrites."""
+        """A step without the choice of tokens: reads ``state.tokens``, returns logits that the next call overwrites."""
 
         def run() -> Tensor:
             logits = self.logits()
@@ -134,12 +154,12 @@ class GraphDecoder:
         def run() -> None:
             self.choose(self.logits(), config, eos_id, advance=True)
 
-        drawing = (config.samples, config.temperature, config.top_k, config.top_p, config.min_p)
+        sampling = (config.samples, config.temperature, config.top_k, config.top_p, config.min_p)
         filters = (config.repetition_penalty, tuple(sorted(config.logit_bias.items())), config.min_new_tokens)
-        return self.capture((drawing, filters, eos_id, repeats), lambda: CapturedStep(run, self.device, repeats))
+        return self.capture((sampling, filters, eos_id, repeats), lambda: CapturedStep(run, self.device, repeats))
 
     def capture(self, key: Any, make: Callable[[], Captured]) -> Captured:
-        """What was captured under this key, or a new capture."""
+        """The capture kept under this key, or a new one from ``make``."""
         if key not in self._captures:
             while len(self._captures) >= _MAX_CAPTURES:
                 self._captures.pop(next(iter(self._captures)))
@@ -149,7 +169,7 @@ class GraphDecoder:
         return captured
 
     def choose(self, logits: Tensor, config: GenerateConfig, eos_id: int | None, advance: bool) -> None:
-        """Choose the next token of every row and append it; ``advance`` moves past the token that the step read."""
+        """Choose the next token of every row and append it; ``advance`` moves past the token that the step decoded."""
         state = self.state
         if not config.samples and not config.logit_bias and config.repetition_penalty == 1.0:
             self.step.ops.store_greedy_tokens(logits, *state, advance, eos_id, config.min_new_tokens)
@@ -164,20 +184,39 @@ class GraphDecoder:
         state.append(tokens, token_log_probs(logits, tokens))
 
 
+class PromptPass:
+    """The captured prefill of ``n`` prompts of at most ``length`` tokens."""
+
+    def __init__(self, step: DecodeStep, n: int, length: int) -> None:
+        device = step.table.weight.device
+        self._tokens = torch.zeros(n, length, dtype=torch.int64, device=device)
+        self._lengths = torch.ones(n, dtype=torch.int64, device=device)
+        self._pass = CapturedStep(lambda: step.read_prompts(self._tokens, self._lengths), device)
+
+    def __call__(self, prompts: list[list[int]]) -> Tensor:
+        """Next-token logits (n, V)."""
+        length = self._tokens.shape[1]
+        self._tokens.copy_(torch.tensor([row + [0] * (length - len(row)) for row in prompts]))
+        self._lengths.copy_(torch.tensor([len(row) for row in prompts]))
+        logits = self._pass()
+        assert logits is not None
+        return logits.clone()  # the next call overwrites it
+
+
 def _parameter_addresses(model: Model) -> int:
-    """A hash of where the parameters lie, by which a capture reads them."""
+    """A hash of the parameters' addresses, which a capture depends on."""
     return hash(tuple((p.data_ptr(), p.dtype) for p in model.parameters()))
 
 
 _decoders: weakref.WeakKeyDictionary[Model, OrderedDict[GraphShape, GraphDecoder]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_refused: weakref.WeakKeyDictionary[Model, str] = weakref.WeakKeyDictionary()
+_refused: weakref.WeakKeyDictionary[Model, str] = weakref.WeakKeyDictionary()  # models whose capture failed, and why
 
 
 def graph_shape(model: Model, n_prompts: int, copies: int, min_len: int, source_len: int) -> GraphShape | None:
-    """The shape that serves so many prompts and positions, rounded up so that similar batches share a capture.
+    """The shape for a number of prompts and positions, rounded up so that similar batches share a capture.
 
-    None where a layer's window is smaller than that, because a captured step sees all keys.
+    None if a layer's window is smaller than ``min_len``, because a captured step attends to all keys.
     """
     target = not model.is_decoder_only
     windows = [size for n in range(model.decoder.n_layers) if (size := window_of(model.config, n)) is not None]
@@ -194,7 +233,7 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def graph_decoder_for(engine: CudaGraphEngine, shape: GraphShape) -> GraphDecoder:
-    """A decoder of this shape: an earlier one, if the weights have not moved and no other engine uses it."""
+    """A decoder of this shape: a kept one if the weights have not moved and no other engine uses it, else a new one."""
     model = engine.model
     with _lock:
         decoders = _decoders.setdefault(model, OrderedDict())
@@ -221,30 +260,30 @@ def can_capture(model: Model) -> bool:
 
 
 class CudaGraphEngine(DecodingEngine):
-    """A Transformer with captured steps, for every search; where they cannot be captured, the plain engine.
+    """An engine with captured steps, for every search; if they cannot be captured, it works like its base class.
 
-    The prompts, and the sources if there are any, go through the model once each; captured steps then read their keys.
+    Prompts and sources go through the model once; captured steps then attend to their keys.
     """
 
     def __init__(self, model: Model, sources: Sources | None = None, cache: CacheName = "growing") -> None:
         super().__init__(model, sources, cache)
         self.decoder: GraphDecoder | None = None
-        self._step: CapturedStep | None = None  # of ``decode_one_token``
+        self._step: CapturedStep | None = None  # for ``decode_one_token``
 
     def prefill(self, prompts: Prompts, copies: int = 1) -> Tensor:
-        begun = self.begin(prompts, copies, lambda decoder: decoder.logit_step())
-        if begun is None:
+        started = self.begin(prompts, copies, lambda decoder: decoder.logit_step())
+        if started is None:
             self._max_length = None
             return super().prefill(prompts, copies)
-        self._step, logits = begun
+        self._step, logits = started
         return logits
 
     def begin(
         self, prompts: Prompts, copies: int, capture: Callable[[GraphDecoder], Captured]
     ) -> tuple[Captured, Tensor] | None:
-        """What ``capture`` makes of a decoder, and the logits (B · copies, V) after the prompts.
+        """Run the prompts. Returns the result of ``capture(decoder)`` and the logits (B · copies, V) after the prompts.
 
-        None, and nothing has been read, where that cannot be captured.
+        None, with nothing run, if the capture fails.
         """
         captured = self._capture(prompts, copies, capture)
         if captured is None or self.decoder is None:
@@ -254,7 +293,7 @@ class CudaGraphEngine(DecodingEngine):
         decoder.begin(lengths.repeat_interleave(copies), prompts.limit.repeat_interleave(copies))
         decoder.keys.begin(decoder.state.lengths, self.model.decoder.position_bias)
         memory = None if self._memory is None else self._memory.states
-        logits = check_logits(decoder.step.prefill(prompts.rows, memory, self._padding_mask))
+        logits = check_logits(decoder.prefill(prompts.rows, memory, self._padding_mask))
         return captured, logits if copies == 1 else logits.repeat_interleave(copies, 0)
 
     def _capture(self, prompts: Prompts, copies: int, capture: Callable[[GraphDecoder], Captured]) -> Captured | None:
@@ -265,10 +304,11 @@ class CudaGraphEngine(DecodingEngine):
         try:
             self.decoder = graph_decoder_for(self, shape)
             return capture(self.decoder)
-        except Exception as error:  # no memory, a library that cannot be captured, no compiler
+        except Exception as error:  # out of memory, an operation that cannot be captured, no compiler
             release_captures(self.model)
-            self.decoder, _refused[self.model] = None, f"{type(error).__name__}: {error}"
-            warnings.warn(f"decoding goes on without a CUDA graph: {_refused[self.model]:.300}", stacklevel=3)
+            self.decoder = None
+            _refused[self.model] = f"{type(error).__name__}: {error}"
+            warnings.warn(f"decoding continues without a CUDA graph: {_refused[self.model]:.300}", stacklevel=3)
             return None
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
@@ -288,23 +328,23 @@ class CudaGraphEngine(DecodingEngine):
         self.decoder.keys.select(rows, state.lengths)
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError("CudaGraphEngine goes one token at a time; several are for the plain engine")
+        raise NotImplementedError("CudaGraphEngine decodes one token at a time; DecodingEngine can decode several")
 
     def truncate(self, length: int) -> None:
-        raise NotImplementedError("CudaGraphEngine takes nothing back; that is for the plain engine")
+        raise NotImplementedError("CudaGraphEngine cannot truncate; DecodingEngine can")
 
     def blocks(self, prompts: Prompts, config: GenerateConfig) -> Iterator[tuple[Tensor, ...]] | None:
-        """Tokens and log-probabilities (n, R) of the next n steps, on the host; None where that cannot be captured.
+        """Tokens and log-probabilities (n, R) of the next n steps, on the host; None if that cannot be captured.
 
-        While one block is read the next one is computed, so that a few tokens too many are chosen.
+        The next block runs while one is read, so a few tokens too many are computed at the end.
         """
         eos_id, copies = self.model.config.eos_id, config.n_best
         if not can_choose_captured(config, eos_id):
             return None
-        begun = self.begin(prompts, copies, lambda decoder: decoder.token_steps(config, eos_id))
-        if begun is None or self.decoder is None:
+        started = self.begin(prompts, copies, lambda decoder: decoder.token_steps(config, eos_id))
+        if started is None or self.decoder is None:
             return None
-        (steps, logits), decoder, n = begun, self.decoder, len(prompts) * copies
+        (steps, logits), decoder, n = started, self.decoder, len(prompts) * copies
         n_steps, texts = len(decoder.state.history), prompts.texts
         decoder.texts.fill_(-1)
         decoder.texts[:n, n_steps : n_steps + texts.shape[1]] = texts.repeat_interleave(copies, 0)
@@ -323,16 +363,16 @@ class CudaGraphEngine(DecodingEngine):
 
 
 def can_choose_captured(config: GenerateConfig, eos_id: int | None) -> bool:
-    """Whether tokens can be chosen by captured steps: not where that needs what the host knows alone."""
+    """Whether captured steps can choose tokens: not if the choice depends on anything that only the host has."""
     return not (config.no_repeat_ngram or config.prefix or (config.logit_bias and eos_id is None))
 
 
 def read_blocks(
     steps: CapturedStep, read: Callable[[int, int], tuple[Tensor, ...]], n_steps: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """``read(start, stop)`` on the host, block by block up to ``n_steps``; step 0 is done already.
+    """``read(start, stop)`` on the host, block by block up to ``n_steps``; step 0 has already run.
 
-    Each turn launches the next block before it waits for the previous one.
+    Each iteration launches the next block before it waits for the previous one.
     """
     previous, done = _copy_to_host(read(0, 1)), 1
     while done < n_steps:
@@ -346,7 +386,7 @@ def read_blocks(
 
 
 def _copy_to_host(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
-    """Start to copy tensors to the host; what is returned waits for the copies."""
+    """Start to copy tensors to the host; returns a function that waits for the copies."""
     copies = tuple(x.to("cpu", non_blocking=True, copy=True) for x in tensors)
     event = torch.cuda.Event() if tensors[0].is_cuda else None
     if event is not None:
@@ -367,7 +407,7 @@ def graph_decode_loop(
     eos_id: int | None,
     strings: StopStrings | None = None,
 ) -> Iterator[ChosenTokens]:
-    """The steps of ``decode_loop``; captured steps run ahead, and here it is decided which texts have ended."""
+    """``decode_loop`` with captured steps, which run ahead while the host determines which texts have ended."""
     blocks = engine.blocks(prompts, config) if isinstance(engine, CudaGraphEngine) else None
     if blocks is None:
         yield from decode_loop(engine, prompts, config, eos_id, strings)
@@ -378,7 +418,7 @@ def graph_decode_loop(
     reads_text = bool(config.stop) or strings is not None
     texts = prompts.texts.cpu().repeat_interleave(config.n_best, 0)
     for block in blocks:
-        # Of all steps at once where that can be, so that a fast GPU does not wait for the host.
+        # The codes of all steps at once, if possible, so that a fast GPU does not wait for the host.
         block_codes = None if reads_text else stop_codes(block[0], texts, step, config, eos_id, None)
         for number, (tokens, log_probs) in enumerate(zip(*block, strict=True)):
             step += 1

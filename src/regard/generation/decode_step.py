@@ -1,14 +1,14 @@
-"""The decode step that a CUDA graph captures: one token a row through a decoder with preallocated keys and values.
+"""The decode step that a CUDA graph captures: one token per row through a decoder with preallocated keys and values.
 
-No Python number changes from token to token, nothing is read back to the host, and every tensor that outlives a step
+No Python value changes from token to token, nothing is copied to the host, and every tensor that outlives a step
 keeps its address. The weights are the model's own; only the operations between them are fused:
 
-    plain   the model's modules one after the other, attention reading its keys up to the row's length
-    few     norm, product, activation and residual in one launch: two or three launches a sublayer    (a few rows)
-    many    bias and activation inside a product, residual and norm after it in one launch             (many rows)
+    plain   the model's modules one after the other, attention over the keys up to each row's length
+    few     norm, product, activation and residual in one launch: two or three launches per sublayer   (a few rows)
+    many    bias and activation inside a product, residual and norm after it in one launch              (many rows)
 
-The prompts go through the same modules, without the masks, frames and taps of a model's own pass (``prefill``).
-``TorchOps`` defines what the kernels in ``kernels.decoding`` compute, on every device.
+Prompts go through the same modules, without the masks, frames and taps of the model's forward pass (``prefill``).
+``TorchOps`` defines, on every device, what the kernels in ``kernels.decoding`` compute.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .sampling import token_log_probs
 from .step_keys import DecodeState, StepKeys
 
 Form = Literal["plain", "few", "many"]
-MAX_FEW = 4  # rows up to which reading a weight once for each of them is faster than a matrix product
+MAX_FEW = 4  # rows up to which reading the weights once per row is faster than a matrix product
 
-_BIASED_QUERIES = 512  # of a prompt at a time, where positions have a bias
+_BIASED_QUERIES = 512  # prompt queries per block when a position bias is added
 
 Norm = tuple[str, Tensor, Tensor | None, float]  # ("layer" or "rms", gain, shift, eps)
 
@@ -55,20 +55,20 @@ class TorchOps:
     ) -> Tensor:
         """Write k, v (R, G, D) at ``lengths``, then q (R, H, D) over k_cache, v_cache (R, G, S, D) → (R, H · D).
 
-        ``origin`` (R, S) is the row that holds each position, ``bias`` (H, S) is added to the key so many back.
+        ``origin`` (R, S) is the row with the keys of each position, ``bias`` (H, S) is added by distance from q.
         """
         index = lengths[:, None, None, None].expand(-1, *k.shape[1:2], 1, k.shape[2])
         k_cache.scatter_(2, index, k[:, :, None])
         v_cache.scatter_(2, index, v[:, :, None])
         positions = torch.arange(k_cache.shape[2], device=q.device)
-        back = lengths[:, None] - positions  # (R, S)
+        distance = lengths[:, None] - positions  # (R, S)
         if origin is not None:
-            own = torch.arange(len(q), device=q.device)[:, None]
-            rows = torch.where(back > 0, origin, own)
+            row = torch.arange(len(q), device=q.device)[:, None]
+            rows = torch.where(distance > 0, origin, row)
             k_cache, v_cache = (x.gather(0, rows[:, None, :, None].expand_as(x)) for x in (k_cache, v_cache))
-        mask = (back >= 0)[:, None, None]
+        mask = (distance >= 0)[:, None, None]
         if bias is not None:
-            added = bias[:, back.clamp(0, bias.shape[1] - 1)].transpose(0, 1)[:, :, None]  # (R, H, 1, S)
+            added = bias[:, distance.clamp(0, bias.shape[1] - 1)].transpose(0, 1)[:, :, None]  # (R, H, 1, S)
             mask = added.masked_fill(~mask, -torch.inf)
         gqa = q.shape[1] != k.shape[1]
         out = F.scaled_dot_product_attention(
@@ -78,7 +78,7 @@ class TorchOps:
 
     @staticmethod
     def attend_memory(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        """q (R, H, D) over an encoder's k and v (B, G, S, D) up to lengths (B,), R / B rows a source → (R, H · D)."""
+        """q (R, H, D) over an encoder's k and v (B, G, S, D) up to lengths (B,), R / B rows per source → (R, H · D)."""
         k, v, lengths = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v, lengths))
         mask = torch.arange(k.shape[2], device=q.device) < lengths[:, None]
         gqa = q.shape[1] != k.shape[1]
@@ -110,7 +110,7 @@ class TorchOps:
 
     @staticmethod
     def product_is_faster(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
-        """Whether ``product`` and ``product_in_parts`` are faster here than in torch."""
+        """Whether these ``product`` and ``product_in_parts`` are faster than torch's."""
         return True
 
     @staticmethod
@@ -141,7 +141,7 @@ class TorchOps:
 
     @staticmethod
     def best_tokens(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """log P and tokens (R, m), m ≥ n, of the n best by logits (R, V), and perhaps of others."""
+        """log P and tokens, each (R, m) with m ≥ n, of the n best tokens under logits (R, V) and possibly others."""
         best = logits.log_softmax(-1, dtype=torch.float32).topk(n)
         return best.values, best.indices
 
@@ -158,7 +158,7 @@ class TorchOps:
         eos_id: int | None = None,
         min_steps: int = 0,
     ) -> None:
-        """Append the likeliest token of logits (R, V), which is not ``eos_id`` in the first ``min_steps`` steps."""
+        """Append the most likely token under logits (R, V); never ``eos_id`` in the first ``min_steps`` steps."""
         state = DecodeState(tokens, lengths, last, steps, history, log_probs)
         scores = logits
         if eos_id is not None and min_steps:
@@ -178,7 +178,7 @@ def apply_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def ops_for(weight: Tensor) -> Any:
-    """The kernels where they run, else plain torch; kernels sum in float32, so float64 models use torch."""
+    """The Triton kernels if they can run, else plain torch; kernels sum in float32, so float64 models use torch."""
     if not weight.is_cuda or weight.dtype == torch.float64:
         return TorchOps
     try:
@@ -189,25 +189,25 @@ def ops_for(weight: Tensor) -> Any:
 
 
 class Sublayer(NamedTuple):
-    """product → inner → product, in a residual: attention, attention to the encoder's output, or feed-forward."""
+    """w_in → activation → inner → w_out, with a residual: self-attention, cross-attention or feed-forward."""
 
     w_in: nn.Linear
-    activation: str | None  # that follows the first product
+    activation: str | None
     inner: Callable[[Tensor], Tensor]
     w_out: nn.Linear
 
 
 class DecodeStep:
-    """Logits (R, V) of what follows ``state.tokens``, whose keys and values the step writes.
+    """Next-token logits (R, V) after ``state.tokens``, whose keys and values the step writes.
 
-    It refers to the model's modules but not to the model, so that a weak dictionary keyed by model can hold it.
+    It refers to the model's modules but not to the model, so that a WeakKeyDictionary keyed by model can hold it.
     """
 
     def __init__(
         self, model: Model, keys: StepKeys, state: DecodeState, form: Form | None = None, ops: Any = None
     ) -> None:
         if (obstacle := capture_obstacle(model)) is not None:
-            raise ValueError(f"this model's step cannot be written out: {obstacle}")
+            raise ValueError(f"this model's decode step cannot be captured: {obstacle}")
         source: Any = model
         self.table = source.token if model.is_decoder_only else source.target_table
         self.embeddings = source.embeddings if model.is_decoder_only else source.target_embeddings
@@ -216,8 +216,10 @@ class DecodeStep:
         self.ops = ops_for(self.table.weight) if ops is None else ops
         if form not in (None, "plain") and not can_fuse(model):
             raise ValueError(f"form={form!r} needs plain pre-norm or post-norm layers; this model takes form='plain'")
-        best: Form = "plain" if not can_fuse(model) else "few" if len(state.tokens) <= MAX_FEW else "many"
-        self.form: Form = best if form is None else form
+        if form is None:
+            form = "few" if len(state.tokens) <= MAX_FEW else "many"
+            form = form if can_fuse(model) else "plain"
+        self.form: Form = form
         self.blocks = [cast(Block, stack.blocks[number % len(stack.blocks)]) for number in range(stack.n_layers)]
         self.norm, self.is_post = stack.norm, self.blocks[0].norm_place == "post"
         if self.form != "plain":
@@ -238,25 +240,30 @@ class DecodeStep:
     def logits(self) -> Tensor:
         x = self._embed()  # (R, M)
         if self.form == "few":
-            return self._few(x)
+            return self._logits_few(x)
         if self.form == "many":
-            return self._many(x)
+            return self._logits_many(x)
         for number, block in enumerate(self.blocks):
-            x = self._plain(x, number, block)
+            x = self._run_block(x, number, block)
         return self.head(x if self.norm is None else self.norm(x), self.table.weight)
 
     def prefill(self, prompts: list[list[int]], memory: Tensor | None, padding_mask: Tensor | None) -> Tensor:
-        """Logits (n, V) of what follows n prompts, whose keys and values it writes.
+        """Next-token logits (n, V) after n prompts, whose keys and values it writes.
 
-        ``memory`` is the encoder's output (n, S, M), of which ``padding_mask`` (n, S) says what is real. Prompts are
-        padded on the right, where no token sees the padding, and the steps overwrite what it wrote.
+        ``memory`` is the encoder's output (n, S, M); ``padding_mask`` (n, S) is True at its real tokens. Prompts are
+        padded on the right: no token attends to the padding, and the decode steps overwrite its keys.
         """
-        device = self.table.weight.device
+        lengths, rows = torch.tensor([len(row) for row in prompts]), [torch.tensor(row) for row in prompts]
+        tokens, device = nn.utils.rnn.pad_sequence(rows, batch_first=True), self.table.weight.device
+        return self.read_prompts(tokens.to(device), lengths.to(device), memory, padding_mask)
+
+    def read_prompts(
+        self, tokens: Tensor, lengths: Tensor, memory: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Tensor:
+        """``prefill`` from tokens (n, P), the first ``lengths`` (n,) of each row being the prompt."""
         if self.wide_head is not None:
             self.wide_head[: len(self._output_weight())] = self._output_weight()
-        lengths = torch.tensor([len(row) for row in prompts], device=device)
-        rows = [torch.tensor(row) for row in prompts]
-        x = self.embeddings(self.table(nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)))  # (n, P, M)
+        x = self.embeddings(self.table(tokens))  # (n, P, M)
         for number, block in enumerate(self.blocks):
             attention, cross = attention_of(block), block.cross_attention
             attend = lambda y, number=number, w=attention: w.w_o(self._attend_prompt(number, w.w_qkv(y)))  # noqa: E731
@@ -270,11 +277,11 @@ class DecodeStep:
                     _attend_source(w, w.w_query(y), k, v, padding_mask)
                 )
             x = block.residuals().run(x, attend, attend_memory, block.ff)
-        x = x[torch.arange(len(prompts), device=device), lengths - 1]
+        x = x[torch.arange(len(x), device=x.device), lengths - 1]
         return self.head(x if self.norm is None else self.norm(x), self.table.weight).float()
 
     def _attend_prompt(self, number: int, qkv: Tensor) -> Tensor:
-        """Causal attention of prompts (n, P, (H + 2G) · D) → (n, P, H · D)."""
+        """Causal attention within prompts, qkv (n, P, (H + 2G) · D) → (n, P, H · D)."""
         attention, length = attention_of(self.blocks[number]), qkv.shape[1]
         n_kv_heads, positions = attention.n_kv_heads, torch.arange(length, device=qkv.device)
         q, k, v = attention._heads(qkv, attention.n_heads, n_kv_heads, n_kv_heads)  # (n, heads, P, D)
@@ -287,21 +294,21 @@ class DecodeStep:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
             return y.transpose(1, 2).flatten(2)
         parts = []
-        for some in positions.split(_BIASED_QUERIES):  # the bias of all of them would be O(P²)
-            back = some[:, None] - positions
-            bias = self.keys.bias[:, back.clamp(min=0)].masked_fill(back < 0, -torch.inf)  # (H, some, P)
-            parts.append(F.scaled_dot_product_attention(q[:, :, some], k, v, attn_mask=bias, **options))
+        for queries in positions.split(_BIASED_QUERIES):  # the bias of all queries at once would take O(P²) memory
+            distance = queries[:, None] - positions
+            bias = self.keys.bias[:, distance.clamp(min=0)].masked_fill(distance < 0, -torch.inf)  # (H, queries, P)
+            parts.append(F.scaled_dot_product_attention(q[:, :, queries], k, v, attn_mask=bias, **options))
         return torch.cat(parts, 2).transpose(1, 2).flatten(2)
 
     def _embed(self) -> Tensor:
-        tokens, lengths, part = self.state.tokens, self.state.lengths, self.embeddings
-        if part.segment is not None:
-            return part(self.table(tokens[:, None]), lengths[:, None])[:, 0]
+        tokens, lengths, embeddings = self.state.tokens, self.state.lengths, self.embeddings
+        if embeddings.segment is not None:
+            return embeddings(self.table(tokens[:, None]), lengths[:, None])[:, 0]
         x = self.ops.embed(tokens, lengths, self.table.weight, self.table.scale, *self.positions)
-        x = x if part.norm is None else part.norm(x)
-        return x if part.projection is None else part.projection(x)
+        x = x if embeddings.norm is None else embeddings.norm(x)
+        return x if embeddings.projection is None else embeddings.projection(x)
 
-    def _plain(self, x: Tensor, number: int, block: Block) -> Tensor:
+    def _run_block(self, x: Tensor, number: int, block: Block) -> Tensor:
         attention, cross = attention_of(block), block.cross_attention
         attend = lambda y: attention.w_o(self._attend(number, attention.w_qkv(y)))  # noqa: E731
         attend_memory = None
@@ -311,33 +318,33 @@ class DecodeStep:
 
     def _sublayers(self, number: int, block: Block) -> list[Sublayer]:
         attention, cross, ff = attention_of(block), block.cross_attention, ff_of(block)
-        found = [Sublayer(attention.w_qkv, None, lambda y: self._attend(number, y), attention.w_o)]
+        sublayers = [Sublayer(attention.w_qkv, None, lambda y: self._attend(number, y), attention.w_o)]
         if cross is not None:
-            found.append(Sublayer(cross.w_query, None, lambda y: self._attend_memory(number, y), cross.w_o))
+            sublayers.append(Sublayer(cross.w_query, None, lambda y: self._attend_memory(number, y), cross.w_o))
         activation = None if ff.gated else ff.activation
-        return [*found, Sublayer(ff.w_in, activation, lambda y: apply_gate(ff, y), ff.w_out)]
+        return [*sublayers, Sublayer(ff.w_in, activation, lambda y: apply_gate(ff, y), ff.w_out)]
 
     def _norms(self) -> list[Norm | None]:
-        """The norm before each sublayer and before the head; of a post-norm model the one after the sublayer before."""
+        """The norm before each sublayer and before the head; in a post-norm model, that of the previous sublayer."""
         norms: list[Norm | None] = []
         for block in self.blocks:
-            own = (block.attention_norm, block.cross_norm, block.ff_norm)
-            norms += [norm_of(norm) for norm in own if norm is not None]
+            block_norms = (block.attention_norm, block.cross_norm, block.ff_norm)
+            norms += [norm_of(norm) for norm in block_norms if norm is not None]
         return [None, *norms] if self.is_post else [*norms, norm_of(self.norm)]
 
-    def _few(self, x: Tensor) -> Tensor:
+    def _logits_few(self, x: Tensor) -> Tensor:
         linear = self.ops.linear
         for sub, norm in zip(self.sublayers, self.norms, strict=False):
             y = linear(x, sub.w_in.weight, sub.w_in.bias, norm=norm, activation=sub.activation)
-            own = norm if self.is_post else None
-            x = linear(sub.inner(y), sub.w_out.weight, sub.w_out.bias, residual=x, residual_norm=own)
+            residual_norm = norm if self.is_post else None
+            x = linear(sub.inner(y), sub.w_out.weight, sub.w_out.bias, residual=x, residual_norm=residual_norm)
         weight, head = self._output_weight(), self.head
         logits = linear(x, weight, head.bias, norm=self.norms[-1], scale=head.scale, dtype=torch.float32)
         return head.cap_logits(logits)
 
-    def _many(self, x: Tensor) -> Tensor:
+    def _logits_many(self, x: Tensor) -> Tensor:
         product, in_parts = self.products.product, self.products.product_in_parts
-        y, bias = None, None  # what the previous sublayer adds to x
+        y, bias = None, None  # the previous sublayer's output, not yet added to x
         for sub, norm in zip(self.sublayers, self.norms, strict=False):
             x, z = self._add_norm(x, y, bias, norm)
             z = sub.inner(product(z, sub.w_in.weight, sub.w_in.bias, sub.activation))
@@ -350,16 +357,16 @@ class DecodeStep:
         return self.head.cap_logits(logits if self.head.bias is None else logits + self.head.bias)
 
     def _add_norm(self, x: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """What the next residual adds to, and what the next sublayer reads."""
+        """The next sublayer's residual and its normalised input."""
         if norm is None:  # the embeddings of a post-norm model
             return x, x
         total, normed = self.ops.add_norm(x, y, bias, norm)
         return (normed if self.is_post else total), normed
 
     def _padded_head(self) -> Tensor | None:
-        """Room for the output weights and zeros, a multiple of 128 rows: others cuBLAS multiplies several times slower.
+        """A buffer for the output weights, zero-padded to a multiple of 128 rows, which cuBLAS multiplies much faster.
 
-        ``prefill`` copies the weights, which may have been trained since. None where the product does not need it.
+        ``read_prompts`` copies the weights, which may have been trained since. None if the product does not need it.
         """
         weight = self._output_weight()
         needed = self.form == "many" and self.products is TorchOps and weight.is_cuda and weight.dtype.itemsize == 2
@@ -370,7 +377,7 @@ class DecodeStep:
         return self.table.weight if self.head.weight is None else self.head.weight
 
     def _attend(self, number: int, qkv: Tensor) -> Tensor:
-        """qkv (R, (H + 2G) · D) → (R, H · D)."""
+        """Self-attention of the new tokens, qkv (R, (H + 2G) · D) → (R, H · D)."""
         attention, keys, lengths = attention_of(self.blocks[number]), self.keys, self.state.lengths
         n_kv_heads = attention.n_kv_heads
         q, k, v = attention._heads(qkv[:, None], attention.n_heads, n_kv_heads, n_kv_heads)  # (R, heads, 1, D)
@@ -381,7 +388,7 @@ class DecodeStep:
         return self.ops.attend_one(*new, *keys.layers[number], lengths, scale_of(attention), keys.origin, keys.bias)
 
     def _attend_memory(self, number: int, q: Tensor) -> Tensor:
-        """q (R, H · D) → (R, H · D)."""
+        """Cross-attention of the new tokens, q (R, H · D) → (R, H · D)."""
         attention, keys = self.blocks[number].cross_attention, self.keys
         assert attention is not None
         (heads,) = attention._heads(q[:, None], attention.n_heads)
@@ -392,7 +399,7 @@ class DecodeStep:
 def _attend_source(
     attention: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor, padding_mask: Tensor | None
 ) -> Tensor:
-    """q (n, P, H · D) over an encoder's k and v (n, G, M, D) → (n, P, H · D)."""
+    """Cross-attention of prompts: q (n, P, H · D) over an encoder's k and v (n, G, S, D) → (n, P, H · D)."""
     (heads,) = attention._heads(q, attention.n_heads)
     heads = attention._normalise(heads, attention.q_norm)
     mask = None if padding_mask is None else padding_mask.bool()[:, None, None]
@@ -424,24 +431,21 @@ def norm_of(norm: nn.Module | None) -> Norm:
 
 
 def apply_gate(ff: FeedForward, y: Tensor) -> Tensor:
-    """The gate of a gated network; a plain network's activation was part of its product."""
-    if not ff.gated:
-        return y
-    gate, up = y.chunk(2, dim=-1)
-    return ff.f(gate) * up
+    """Apply the gate of a gated network; the activation of a plain one is part of its product."""
+    return ff.activate(y) if ff.gated else y
 
 
 def capture_obstacle(model: Model) -> str | None:
-    """Why a model's step cannot be captured, in a few words; None where it can."""
+    """Why a model's step cannot be captured, in a few words; None if it can."""
     if model.head is None or model.is_recurrent or not (model.is_decoder_only or model.is_encoder_decoder):
-        return "it is no decoder with a head"
+        return "it is not a Transformer decoder with a token head"
     if model.config.sparsity != "none":
         return "its attention is sparse"
     return step_obstacle(model, takes_bias=lambda bias: isinstance(bias, RelativeBias))
 
 
 def can_fuse(model: Model) -> bool:
-    """Whether norms, products and residuals are of the kinds that can be fused."""
+    """Whether all norms, products and residuals of the decoder are of kinds that can be fused."""
     head, stack = model.head, model.decoder
     norms: list[nn.Module] = [] if stack.norm is None else [stack.norm]
     linears: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""From a prompt, or a source, to new tokens: ``generate``, and ``stream_tokens`` for one text as it is decoded."""
+"""From prompts or sources to new tokens: ``generate``, and ``stream_tokens`` for one text as it is decoded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..models import Model
 from .beam_search import BeamSearch, BeamStep, Hypothesis
-from .cached_engine import CacheName, DecodingEngine
+from .cached_engine import CacheName, DecodingEngine, plain_engine
 from .captured_search import run_captured
 from .constrained_search import ConstrainedSearch, Term
 from .cuda_graph import CudaGraphEngine, can_capture, graph_decode_loop
@@ -26,18 +26,18 @@ from .text_codec import merge_config
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """The texts of a batch: ``hypotheses[prompt]`` best first."""
+    """The texts of a batch: ``hypotheses[prompt]``, best first."""
 
-    prompts: list[list[int]]  # what was continued, as the model saw it
+    prompts: list[list[int]]  # the prompts as the model read them
     hypotheses: list[list[Hypothesis]]
     parents: Tensor | None = None
-    """Of a beam search, (steps, prompts, beam): beam k after step t continues beam parents[t, prompt, k].
+    """Beam search only, (steps, prompts, beam): beam k after step t continues beam parents[t, prompt, k].
 
-    With cache="static" the model's batch row of a beam is prompt · beam + k at every step, so that what a recorder saw
+    With cache="static" a beam is in row prompt · beam + k of the model's batch at every step, so recorded activations
     can be followed along a hypothesis: the query of its token t is in row prompt · beam + beams[t] of call t.
     """
-    steps: list[BeamStep] | None = None  # of a beam search: what each step kept, including texts dropped later
-    drafted: DraftStatistics | None = None  # how many guesses of a draft model were accepted
+    steps: list[BeamStep] | None = None  # beam search only: the result of each step, including texts dropped later
+    drafted: DraftStatistics | None = None  # how many tokens of a draft model were accepted
 
     def __len__(self) -> int:
         return len(self.hypotheses)
@@ -70,18 +70,19 @@ def generate(
     in_word: Callable[[int], bool] = lambda token: False,
     **fields: Any,
 ) -> Generated:
-    """Tokens that follow a prompt, or that a model with an encoder writes about a source; for one or for several.
+    """Continue one or several prompts, or, with an encoder-decoder, write a target for one or several sources.
 
-    inputs  token ids, a list or tensor, or several; pixels (B, C, height, width) or regions (B, R, d_region) where
-            the encoder reads those
-    padding_mask    (B, T), which ids of a padded tensor are real; lists are simply of different lengths
-    target  beside an encoder: how the texts begin after bos_id, one for all or one for each source
+    inputs  token ids, as a list or tensor, of one text or several; for an image encoder pixels (B, C, height, width)
+            or regions (B, R, d_region)
+    padding_mask    (B, T), True at the real tokens of a padded tensor; lists may differ in length
+    target  encoder-decoder: the beginning of the texts after bos_id, one for all or one per source
     strings strings that end a text
-    draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy only)
-    terms   for each prompt, what its text must hold (greedy or beam search, without groups); ``in_word`` says whether a
-            word may go on after a token
-    fields  those of GenerateConfig, instead of a config or on top of it
-    No text depends on those beside it.
+    draft   a smaller model with the same tokens that proposes draft_tokens at a time: the same texts, sooner (greedy
+            only)
+    terms   for each prompt, the terms that its text must contain (greedy or beam search, without groups);
+            ``in_word(token)`` says whether a word may continue after the token
+    fields  fields of GenerateConfig, instead of a config or on top of it
+    A text does not depend on the others in its batch.
     """
     config = merge_config(model, config, fields)
     if draft is not None:
@@ -93,8 +94,8 @@ def generate(
         for group in groups:
             selected = checked.select(group)
             if terms is not None:
-                own = [terms[index] for index in group]
-                parts.append(_generate_with_terms(model, selected, config, strings, own, in_word))
+                group_terms = [terms[index] for index in group]
+                parts.append(_generate_with_terms(model, selected, config, strings, group_terms, in_word))
             elif draft is None:
                 parts.append(_generate_group(model, selected, config, strings))
             else:
@@ -107,7 +108,7 @@ def generate(
 def prepare(
     model: Model, inputs: ModelInputs, config: GenerateConfig, one_by_one: bool = True
 ) -> tuple[DecodingEngine, Prompts]:
-    """Pad the prompts and run the encoder, if there is one; ``one_by_one`` as in ``new_engine``."""
+    """Pad the prompts and make an engine, which runs the encoder if there is one. ``one_by_one``: see new_engine."""
     name = "prompt" if inputs.sources is None else "target"
     prompts = pad_prompts(inputs.rows, model.config, config, model.device, name)
     return new_engine(model, inputs, config.cache, one_by_one), prompts
@@ -116,13 +117,13 @@ def prepare(
 def new_engine(
     model: Model, inputs: ModelInputs, cache: CacheName = "growing", one_by_one: bool = True
 ) -> DecodingEngine:
-    """An engine that has read the sources, if there are any, and no token yet.
+    """An engine that has encoded the sources, if there are any, and read no token yet.
 
-    ``one_by_one``: it will read one token of each text at a time and take none back.
+    ``one_by_one``: it will decode one token of each text at a time and never remove any, so steps may be captured.
     """
-    captures = one_by_one and cache in ("growing", "static") and can_capture(model)
-    engine = CudaGraphEngine if captures else DecodingEngine
-    return engine(model, None if inputs.sources is None else pad_sources(inputs.sources, model), cache)
+    capture = one_by_one and cache in ("growing", "static") and model.decodes_by_token and can_capture(model)
+    sources = None if inputs.sources is None else pad_sources(inputs.sources, model)
+    return (CudaGraphEngine if capture else plain_engine)(model, sources, cache)
 
 
 def _generate_group(
@@ -158,12 +159,12 @@ def _speculative_decoder(
     model: Model, draft: Model, inputs: ModelInputs, config: GenerateConfig, strings: StopStrings | None, n_tokens: int
 ) -> tuple[SpeculativeDecoder, Prompts]:
     engine, prompts = prepare(model, inputs, config, one_by_one=False)
-    guessing = new_engine(draft, inputs, one_by_one=False)
-    return SpeculativeDecoder(engine, guessing, n_tokens, config, strings), prompts
+    draft_engine = new_engine(draft, inputs, one_by_one=False)
+    return SpeculativeDecoder(engine, draft_engine, n_tokens, config, strings), prompts
 
 
 def _independent_groups(model: Model, inputs: ModelInputs, one_by_one: bool) -> list[list[int]]:
-    """Which texts can share a batch: all, unless rotary angles follow the longest text, then those of one length."""
+    """Which texts can share a batch: all, or, if rotary angles depend on the longest text, those of equal length."""
     if one_by_one:
         return [[index] for index in range(len(inputs.rows))]
     if not rope_depends_on_length(model.config):
@@ -205,7 +206,7 @@ def stream_tokens(
     draft_tokens: int = 4,
     **fields: Any,
 ) -> Iterator[int]:
-    """The tokens of one text as they are chosen, the end token included; drop the iterator to stop."""
+    """The tokens of one text as they are chosen, including the end token; drop the iterator to stop."""
     config = merge_config(model, config, fields)
     if config.beam > 1 or config.n_best > 1:
         name = "beam" if config.beam > 1 else "n_best"
@@ -215,7 +216,7 @@ def stream_tokens(
     with inference(model, draft):
         checked = read_inputs(model, inputs, config, target=target)
         if len(checked.rows) != 1:
-            raise ValueError(f"a stream is one text, but {len(checked.rows)} were asked for")
+            raise ValueError(f"a stream is one text, got {len(checked.rows)}")
         if draft is None:
             engine, prompts = prepare(model, checked, config)
             steps = graph_decode_loop(engine, prompts, config, model.config.eos_id)
@@ -227,7 +228,7 @@ def stream_tokens(
 
 def _next_tokens(steps: Iterator[ChosenTokens], *models: Model | None) -> Iterator[int]:
     while True:
-        with inference(*models):  # only while they compute: between two tokens the caller may train
+        with inference(*models):  # not around the yield: the caller may train between two tokens
             chosen = next(steps, None)
         if chosen is None:
             return
@@ -236,7 +237,7 @@ def _next_tokens(steps: Iterator[ChosenTokens], *models: Model | None) -> Iterat
 
 @contextmanager
 def inference(*models: Model | None) -> Iterator[None]:
-    """Without gradients and with every module in eval mode; afterwards each is back in its mode."""
+    """No gradients, and every module in eval mode; restores each module's mode afterwards."""
     training = [module for model in models if model is not None for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -251,7 +252,7 @@ def inference(*models: Model | None) -> Iterator[None]:
 def _collect_hypotheses(
     steps: Iterable[ChosenTokens], n_prompts: int, config: GenerateConfig
 ) -> list[list[Hypothesis]]:
-    """Greedy or sampled texts, each prompt's best first."""
+    """The greedy or sampled texts of each prompt, best first."""
     copies = config.n_best
     rows, *chosen = (torch.cat(parts).cpu() for parts in zip(*steps, strict=True))
     order, counts = rows.argsort(stable=True), rows.bincount(minlength=n_prompts * copies).tolist()

@@ -1,4 +1,4 @@
-"""How classes, labels, numbers and tags are written down: a line of text, cells of a table, an object of JSON."""
+"""The output formats of classes, labels, numbers and tags: a line of text, cells of a table, a JSON object."""
 
 from __future__ import annotations
 
@@ -23,73 +23,75 @@ def label_answerer(
     threshold: float | None = None,
     has_pairs: bool = False,
 ) -> Answerer:
-    """The answers of a classifier or tagger. With ``has_pairs`` an input is two texts with a tab between them."""
+    """The answers of a classifier or tagger. With ``has_pairs``, an input is two texts separated by a tab."""
     if model.config.head == "tag":
         return _tag_answerer(model, truncate)
-    held = 0.5 if threshold is None else threshold
+    label_threshold = 0.5 if threshold is None else threshold
 
     def answer(inputs: list[str]) -> list[Answer]:
-        read = [_split_pair(text) for text in inputs] if has_pairs else inputs
-        return [write(found) for found in classify(model, read, truncate=truncate, threshold=held)]
+        texts = [_split_pair(text) for text in inputs] if has_pairs else inputs
+        return [to_answer(result) for result in classify(model, texts, truncate=truncate, threshold=label_threshold)]
 
     def cells(answer: Answer) -> dict[str, Any]:
-        return {**own_cells(answer), **{f"p_{name}": chance for name, chance in answer.get("all", {}).items()}}
+        return {**label_cells(answer), **{f"p_{name}": p for name, p in answer.get("all", {}).items()}}
 
     is_number = model.config.problem_type == "regression"
-    write, own_cells, line, new = _SHAPES[model.config.problem_type](threshold, top)
-    new |= dict.fromkeys([f"p_{name}" for name in class_names(model)] if probabilities and not is_number else [], float)
+    to_answer, label_cells, line, new_columns = _FORMATS[model.config.problem_type](threshold, top)
+    if probabilities and not is_number:
+        new_columns |= {f"p_{name}": float for name in class_names(model)}
     blank: Answer = {"value": None} if is_number else {"label": None, "labels": [], "probability": None, "all": {}}
-    return Answerer(answer, blank, new, cells, line, _check(model, truncate, has_pairs))
+    return Answerer(answer, blank, new_columns, cells, line, _check(model, truncate, has_pairs))
 
 
-Shape = tuple[Callable[[Any], Answer], Callable[[Answer], dict[str, Any]], Callable[[Answer], str], dict[str, type]]
+# A result as an answer, an answer as cells and as a line, and the new columns of a table.
+Format = tuple[Callable[[Any], Answer], Callable[[Answer], dict[str, Any]], Callable[[Answer], str], dict[str, type]]
 
 
-def _one_class(threshold: float | None, top: int) -> Shape:
-    """The likeliest class and its probability; no class where that is below the threshold."""
+def _one_class(threshold: float | None, top: int) -> Format:
+    """The most likely class and its probability; no class if that is below the threshold."""
 
-    def write(found: Any) -> Answer:
-        is_sure = threshold is None or found.probability >= threshold
-        return {"label": found.label if is_sure else None, "probability": found.probability, "all": found.all}
+    def to_answer(result: Any) -> Answer:
+        is_sure = threshold is None or result.probability >= threshold
+        return {"label": result.label if is_sure else None, "probability": result.probability, "all": result.all}
 
     def line(answer: Answer) -> str:
         ranked = list(answer["all"].items())[:top]
         if ranked and answer["label"] is None:
             ranked[0] = ("", ranked[0][1])
-        return "\t".join(f"{label}\t{chance:.4f}" for label, chance in ranked)
+        return "\t".join(f"{label}\t{p:.4f}" for label, p in ranked)
 
     def cells(answer: Answer) -> dict[str, Any]:
         return {"predicted_label": answer["label"], "probability": answer["probability"]}
 
-    return write, cells, line, {"predicted_label": str, "probability": float}
+    return to_answer, cells, line, {"predicted_label": str, "probability": float}
 
 
-def _many_labels(threshold: float | None, top: int) -> Shape:
-    """The labels that hold, with their probabilities; with ``top`` above 1, the likeliest, held or not."""
+def _many_labels(threshold: float | None, top: int) -> Format:
+    """The predicted labels with their probabilities; with ``top`` above 1, the most likely ones, predicted or not."""
 
     def line(answer: Answer) -> str:
         if top > 1:
-            return "\t".join(f"{label}\t{chance:.4f}" for label, chance in list(answer["all"].items())[:top])
-        chances = ";".join(f"{answer['all'][label]:.4f}" for label in answer["labels"])
-        return f"{';'.join(answer['labels'])}\t{chances}" if answer["all"] else ""
+            return "\t".join(f"{label}\t{p:.4f}" for label, p in list(answer["all"].items())[:top])
+        probabilities = ";".join(f"{answer['all'][label]:.4f}" for label in answer["labels"])
+        return f"{';'.join(answer['labels'])}\t{probabilities}" if answer["all"] else ""
 
     def cells(answer: Answer) -> dict[str, Any]:
         return {"predicted_labels": ";".join(answer["labels"])}
 
-    return lambda found: {"labels": list(found.labels), "all": found.all}, cells, line, {"predicted_labels": str}
+    return lambda result: {"labels": list(result.labels), "all": result.all}, cells, line, {"predicted_labels": str}
 
 
-def _number(threshold: float | None, top: int) -> Shape:
+def _number(threshold: float | None, top: int) -> Format:
     def line(answer: Answer) -> str:
         return "" if answer["value"] is None else f"{answer['value']:.6g}"
 
     def cells(answer: Answer) -> dict[str, Any]:
         return {"predicted_value": answer["value"]}
 
-    return lambda found: {"value": found.value}, cells, line, {"predicted_value": float}
+    return lambda result: {"value": result.value}, cells, line, {"predicted_value": float}
 
 
-_SHAPES: dict[str, Callable[[float | None, int], Shape]] = {
+_FORMATS: dict[str, Callable[[float | None, int], Format]] = {
     "single_label": _one_class,
     "multi_label": _many_labels,
     "regression": _number,
@@ -97,11 +99,11 @@ _SHAPES: dict[str, Callable[[float | None, int], Shape]] = {
 
 
 def _tag_answerer(model: Model, truncate: bool) -> Answerer:
-    """``Anna/B-PER lives/O``; of a table, the tags with spaces between them."""
+    """``Anna/B-PER lives/O`` as a line; the tags separated by spaces as a cell."""
 
     def answer(texts: list[str]) -> list[Answer]:
-        found = tag(model, texts, truncate=truncate)
-        return [{**asdict(each), "entities": [asdict(entity) for entity in each.entities]} for each in found]
+        results = tag(model, texts, truncate=truncate)
+        return [{**asdict(result), "entities": [asdict(entity) for entity in result.entities]} for result in results]
 
     def line(answer: Answer) -> str:
         return " ".join(f"{word}/{tag}" for word, tag in zip(answer["words"], answer["tags"], strict=True))
@@ -111,12 +113,12 @@ def _tag_answerer(model: Model, truncate: bool) -> Answerer:
         lambda texts: [tokenizer.encode_words(split_words(text))[0] for text in texts], model.config, truncate
     )
     blank: Answer = {"words": [], "tags": [], "probabilities": [], "entities": []}
-    new = {"predicted_tags": str}
-    return Answerer(answer, blank, new, lambda answer: {"predicted_tags": " ".join(answer["tags"])}, line, check)
+    columns = {"predicted_tags": str}
+    return Answerer(answer, blank, columns, lambda answer: {"predicted_tags": " ".join(answer["tags"])}, line, check)
 
 
 def _check(model: Model, truncate: bool, has_pairs: bool) -> Callable[[str], bool]:
-    """Whether an input will be cut; an error where it may not be."""
+    """The ``Answerer.check`` for the inputs of a classifier."""
     if model.config.source == "image":
         return image_check
     tokenizers = ModelTokenizers(model)

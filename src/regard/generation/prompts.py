@@ -1,4 +1,4 @@
-"""What a model starts from, checked and as tensors: token ids and images, prompts padded left, sources padded right."""
+"""The inputs of generation, checked and as tensors: token ids and images, prompts padded left, sources padded right."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from ..models import Model
 from ..text.image_processor import ImageProcessor
 from .generation_config import GenerateConfig
 
-Rows = Tensor | Sequence[Any]  # one text as token ids, (T,) or a list, or several, (B, T) or a list of them
+Rows = Tensor | Sequence[Any]  # token ids of one text, (T,) or a list, or of several, (B, T) or a list of lists
 
 MAX_PIXELS: int = DataConfig.model_fields["max_pixels"].default
 _MAX_CACHE_BYTES = {"cpu": 1 << 30, "elsewhere": 4 << 30}
-_LOGIT_BYTES = 16  # that a step holds for each token of the vocabulary: logits, scores, and what is sorted of them
+_LOGIT_BYTES = 16  # bytes per row and token of the vocabulary in one step: logits, scores and their sorted copy
 _LENGTH_STEP = 32  # default output lengths are multiples of this, so that sources of similar length share a batch
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """Prompts that end in the same column, and how many tokens may follow each."""
+    """A batch of prompts, padded on the left, and how many tokens may follow each."""
 
     rows: list[list[int]]
     tokens: Tensor  # (B, T), padded on the left
-    positions: Tensor | None  # (B, T) with -1 for padding; None where all are of one length
-    limit: Tensor  # (B,) new tokens
+    positions: Tensor | None  # (B, T), -1 at padding; None if all prompts have one length
+    limit: Tensor  # (B,) maximum of new tokens
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @property
     def texts(self) -> Tensor:
-        """The tokens (B, T), -1 for padding."""
+        """The tokens (B, T), -1 at padding."""
         return self.tokens if self.positions is None else torch.where(self.positions < 0, -1, self.tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """What an encoder reads, and which of it is real (B, S); None: all."""
+    """The inputs of an encoder, and their padding mask (B, S), True at real tokens; None: no padding."""
 
     values: Tensor
     padding_mask: Tensor | None = None
@@ -55,7 +55,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """Checked inputs, one item a text: prompts, or the beginnings of targets and their sources."""
+    """Checked inputs, one item per text: prompts, or the beginnings of targets and their sources."""
 
     rows: list[list[int]]
     sources: list[Tensor] | None
@@ -85,7 +85,7 @@ def read_inputs(
                 raise ValueError(f"{name} holds the unknown token {token}; {allowed}")
     if model.is_decoder_only:
         if target is not None:
-            raise ValueError("target is for models with an encoder; a decoder's prompt is all there is")
+            raise ValueError("target is for models with an encoder; a decoder takes only a prompt")
         return ModelInputs(add_bos(token_rows(inputs, padding_mask), ours.bos_id, "prompt"), None)
     if ours.architecture == "encoder":
         raise TypeError("a model with architecture='encoder' writes no text")
@@ -124,7 +124,7 @@ def pad_prompts(
 
 
 def check_prompts(rows: list[list[int]], model: ModelConfig, config: GenerateConfig, name: str) -> list[list[int]]:
-    """Rows that leave room for at least one more token, truncated if the config says so."""
+    """Check that each row leaves room for at least one new token, after truncation if the config allows it."""
     max_len = max_text_length(model, target=name == "target")
     if config.truncate and name == "prompt":
         rows = [_truncate_prompt(row, max_len, model.bos_id, config.max_new_tokens) for row in rows]
@@ -137,7 +137,7 @@ def check_prompts(rows: list[list[int]], model: ModelConfig, config: GenerateCon
 
 
 def token_rows(inputs: Rows, padding_mask: Tensor | None = None, name: str = "prompt") -> list[list[int]]:
-    """One text or several as lists of ids; ``padding_mask`` (B, T) says which ids of a padded tensor are real."""
+    """One or several texts as lists of ids; ``padding_mask`` (B, T) is True at the real tokens of a padded tensor."""
     if isinstance(inputs, str) or (isinstance(inputs, Sequence) and any(isinstance(row, str) for row in inputs)):
         raise TypeError(f"{name} is text, but token ids are needed: encode it with the model's tokenizer first")
     if isinstance(inputs, Tensor):
@@ -152,9 +152,9 @@ def token_rows(inputs: Rows, padding_mask: Tensor | None = None, name: str = "pr
             return [row[real].tolist() for row, real in pairs]
         return torch.atleast_2d(inputs).tolist()
     if padding_mask is not None:
-        raise ValueError(f"padding_mask goes with {name} as a tensor; rows of a list are as long as they are")
-    several = any(isinstance(row, Sequence | Tensor) for row in inputs)
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in inputs] if several else [list(inputs)]
+        raise ValueError(f"padding_mask needs {name} as a tensor; the rows of a list have no padding")
+    is_batch = any(isinstance(row, Sequence | Tensor) for row in inputs)
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in inputs] if is_batch else [list(inputs)]
     try:
         return [[operator.index(token) for token in row] for row in rows]
     except TypeError:
@@ -162,14 +162,19 @@ def token_rows(inputs: Rows, padding_mask: Tensor | None = None, name: str = "pr
 
 
 def source_tensors(source: Rows, padding_mask: Tensor | None, model: ModelConfig, truncate: bool) -> list[Tensor]:
-    """What the encoder reads, one tensor a source: ids, an image (C, height, width), or regions (R, d_region)."""
-    if model.source == "text":
+    """The encoder's inputs, one tensor per source: ids (S,), an image (C, height, width), or regions (R, d_region).
+
+    A source of several passages, given as lists of ids, becomes (P, S) with -1 at padding.
+    """
+    if model.source == "text" and _has_passages(source):
+        items = [_pad_passages(index, rows, model, truncate) for index, rows in enumerate(source)]
+    elif model.source == "text":
         rows = enumerate(token_rows(source, padding_mask, "source"))
         items = [torch.tensor(_check_source(index, row, model, truncate)) for index, row in rows]
     else:
         n_dims, shape = (3, "(channels, height, width)") if model.source == "image" else (2, "(regions, d_region)")
         items = list(source) if not isinstance(source, Tensor) or source.dim() > n_dims else [source]
-        x: Any  # of a list, anything
+        x: Any  # a list may contain anything
         for x in items:
             if not isinstance(x, Tensor) or x.dim() != n_dims or not x.is_floating_point() or x.numel() == 0:
                 kinds = f"floating-point tensors {shape}, one or several, none empty"
@@ -178,21 +183,43 @@ def source_tensors(source: Rows, padding_mask: Tensor | None, model: ModelConfig
             real = torch.atleast_2d(padding_mask.bool()).to(items[0].device)
             if model.source == "image" or real.shape != (len(items), *{len(item) for item in items}):
                 sources = f"{model.source} sources of shapes {[tuple(item.shape) for item in items]}"
-                raise ValueError(f"padding_mask of shape {tuple(real.shape)} does not go with {sources}")
+                raise ValueError(f"padding_mask of shape {tuple(real.shape)} does not match {sources}")
             items = [item[row] for item, row in zip(items, real, strict=True)]
     if not items:
         raise ValueError("there is no source: the batch is empty")
     return items
 
 
+def _has_passages(source: Rows) -> bool:
+    """Whether every source is a list of lists of ids."""
+    return (
+        isinstance(source, list)
+        and bool(source)
+        and all(isinstance(x, list) and x and isinstance(x[0], list) for x in source)
+    )
+
+
+def _pad_passages(index: int, rows: list[list[int]], model: ModelConfig, truncate: bool) -> Tensor:
+    checked = [torch.tensor(_check_source(index, row, model, truncate)) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(checked, batch_first=True, padding_value=-1)
+
+
 def pad_sources(items: list[Tensor], model: Model) -> Sources:
-    """Sources stacked, the shorter ones padded at their end."""
+    """Sources as one batch, padded on the right."""
     text = model.config.source == "text"
+    if text and items[0].dim() == 2:
+        n_passages, width = (max(item.shape[side] for item in items) for side in (0, 1))
+        tokens = torch.full((len(items), n_passages, width), -1)
+        for row, item in zip(tokens, items, strict=True):
+            row[: item.shape[0], : item.shape[1]] = item
+        return Sources(
+            torch.where(tokens < 0, model.config.pad_id, tokens).to(model.device), (tokens >= 0).to(model.device)
+        )
     dtype, padding = (torch.int64, model.config.pad_id) if text else (next(model.parameters()).dtype, 0)
     items = [item.to(model.device, dtype) for item in items]
     lengths = [len(item) for item in items]
     if len({item.shape if model.config.source == "image" else item.shape[1:] for item in items}) > 1:
-        raise ValueError(f"sources of different sizes cannot be read together: {[tuple(x.shape) for x in items]}")
+        raise ValueError(f"sources of different sizes cannot share a batch: {[tuple(x.shape) for x in items]}")
     if len(set(lengths)) == 1:
         return Sources(torch.stack(items))
     values = torch.nn.utils.rnn.pad_sequence(items, batch_first=True, padding_value=padding)
@@ -201,7 +228,7 @@ def pad_sources(items: list[Tensor], model: Model) -> Sources:
 
 
 def max_text_length(model: ModelConfig, target: bool = False) -> int:
-    """The longest text of a model; dynamic RoPE scaling stretches the angles for texts beyond max_len."""
+    """The maximum length of a text or target; dynamic RoPE scaling extends it beyond max_len."""
     max_len = model.max_len if not target or model.max_target_len is None else model.max_target_len
     scaling = model.rope_scaling
     if scaling is None or scaling.kind != "dynamic" or scaling.factor is None:
@@ -210,22 +237,23 @@ def max_text_length(model: ModelConfig, target: bool = False) -> int:
 
 
 def default_output_length(model: ModelConfig, n_source: int, multiple: int = _LENGTH_STEP) -> int:
-    """New tokens allowed by default for a source of ``n_source`` tokens: 2 n + 20, rounded up, at most what fits."""
+    """Default limit of new tokens for a source of ``n_source`` tokens: 2 n + 20, rounded up, or as many as fit."""
     length = -(-(2 * n_source + 20) // multiple) * multiple
     return max(1, min(length, max_text_length(model, target=True) - 1))
 
 
 def rope_depends_on_length(model: ModelConfig) -> bool:
-    """Whether rotary angles follow the longest text so far, so that texts of a batch would change each other."""
+    """Whether rotary angles depend on the longest text, so that the texts of a batch would affect each other."""
     return model.rope_scaling is not None and model.rope_scaling.kind in ("dynamic", "longrope")
 
 
 def length_batches(
     model: Model, config: GenerateConfig, lengths: Sequence[int], limits: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Indices in batches of one limit of new tokens and similar lengths, longest first, as far as memory allows.
+    """Indices in batches with equal limits and similar lengths, longest first, as large as memory allows.
 
-    ``lengths`` are tokens read, ``limits`` tokens written; the longest text of a batch decides how many it may hold.
+    ``lengths`` are prompt or source lengths, ``limits`` the maxima of new tokens; the longest text of a batch
+    determines its size.
     """
     ours, copies = model.config, max(config.beam, config.n_best)
     n_heads, d_head = ours.n_kv_heads or ours.n_heads, ours.d_head or ours.d_model // ours.n_heads
@@ -257,16 +285,16 @@ def _check_source(index: int, row: list[int], model: ModelConfig, truncate: bool
     if not truncate:
         hint = "truncate=True keeps its beginning"
         raise ValueError(f"source {index} has {len(row)} tokens, but max_len={max_len}; {hint}")
-    end = row[-1:] if row[-1] == model.eos_id else []  # a source that ends with eos_id still does
+    end = row[-1:] if row[-1] == model.eos_id else []  # keep a final eos_id
     return row[: max_len - len(end)] + end
 
 
 def _truncate_prompt(row: list[int], max_len: int, bos_id: int | None, max_new_tokens: int) -> list[int]:
-    """The end of a long prompt: at least half of max_len, more where fewer new tokens are asked for."""
+    """The end of a long prompt: at least half of max_len, more if the new tokens leave room."""
     length = max(1, max_len - max_new_tokens, max_len // 2)
     if len(row) <= length:
         return row
-    start = row[:1] if row[0] == bos_id and length > 1 else []  # a prompt that begins with bos_id still does
+    start = row[:1] if row[0] == bos_id and length > 1 else []  # keep an initial bos_id
     return start + row[len(row) - length + len(start) :]
 
 
@@ -277,9 +305,9 @@ def _check_ids(name: str, row: list[int], vocab_size: int) -> None:
 
 
 def image_pixels(model: Model, images: Any) -> Tensor:
-    """One image or several as pixels (B, C, height, width), prepared as in training; such a tensor is passed on.
+    """One or several images as pixels (B, C, height, width), preprocessed as in training; tensors are not changed.
 
-    An image is a file, a Pillow image, or an array (height, width) or (height, width, channels) of bytes.
+    An image is a path, a Pillow image, or a uint8 array (height, width) or (height, width, channels).
     """
     if model.config.source != "image":
         raise ValueError(f"this model reads source={model.config.source!r}, not images")
@@ -288,10 +316,10 @@ def image_pixels(model: Model, images: Any) -> Tensor:
     processor = None if model.processor is None else model.processor.image
     if processor is None:
         raise ValueError("this model has no image processor: load one with a preprocessor_config.json, or give pixels")
-    several = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
-    if not several:
+    batch = images if isinstance(images, Sequence) and not isinstance(images, str) else [images]
+    if not batch:
         raise ValueError("there is no image: the list is empty")
-    return torch.cat([_prepare_image(processor, image, model.config.n_channels) for image in several])
+    return torch.cat([_prepare_image(processor, image, model.config.n_channels) for image in batch])
 
 
 def _prepare_image(processor: ImageProcessor, image: Any, channels: int) -> Tensor:
@@ -304,11 +332,11 @@ def _prepare_image(processor: ImageProcessor, image: Any, channels: int) -> Tens
     elif isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim not in (2, 3) or 0 in image.shape:
             got = f"{image.dtype} of shape {image.shape}"
-            raise ValueError(f"an image as an array is uint8 (height, width) or (height, width, channels), got {got}")
+            raise ValueError(f"an image array must be uint8 (height, width) or (height, width, channels), got {got}")
         if image.ndim == 3 and image.shape[2] not in (1, 3, 4):
-            raise ValueError(f"an image has 1, 3 or 4 channels, got an array of shape {image.shape}")
+            raise ValueError(f"an image must have 1, 3 or 4 channels, got an array of shape {image.shape}")
         image = image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
     elif not isinstance(image, Image.Image):
-        raise TypeError(f"an image is a path, an image of Pillow's or an array of bytes, not {type(image).__name__}")
+        raise TypeError(f"an image must be a path, a Pillow image or an array of bytes, not {type(image).__name__}")
     pixels = pixels_of(image, channels=channels)
     return processor(Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels))

@@ -1,7 +1,7 @@
-"""From logits to the next token: filters on scores (R, V), the draw, and the loop that decodes token by token.
+"""From logits to the next token: filters on scores (R, V), sampling, and the loop that decodes token by token.
 
-``texts`` (R, L) are the tokens so far, prompt included; -1 stands for padding, which counts for nothing. A filter that
-forbids a token gives it -inf.
+``texts`` (R, L) are the tokens so far, including the prompt, with padding as -1. A filter forbids a token by setting
+its score to -inf.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
 
 
 class ChosenTokens(NamedTuple):
-    """One decode step: for each text still being written its number, its next token, and whether that ends it."""
+    """One decode step: for each unfinished text its number, its next token, and whether the token ends it."""
 
     rows: Tensor  # (n,) prompt · copies + copy
     tokens: Tensor  # (n,)
-    log_probs: Tensor  # (n,) of the token by the model alone, before any filter
-    codes: Tensor  # (n,) as in ``stop_conditions``
+    log_probs: Tensor  # (n,) log P of the token by the model alone, before any filter
+    codes: Tensor  # (n,) codes of ``stop_conditions``
 
 
 def decode_loop(
@@ -38,7 +38,7 @@ def decode_loop(
     eos_id: int | None,
     strings: StopStrings | None = None,
 ) -> Iterator[ChosenTokens]:
-    """Greedy or sampled decoding of n_best texts for each prompt, all at once. Rows do not depend on each other."""
+    """Greedy or sampled decoding of n_best texts per prompt, in one batch. Rows do not depend on each other."""
     copies = config.n_best
     rows = torch.arange(len(prompts) * copies, device=prompts.tokens.device)
     limit, texts = prompts.limit.repeat_interleave(copies), prompts.texts.repeat_interleave(copies, 0)
@@ -53,7 +53,7 @@ def decode_loop(
         codes = stop_codes(tokens, texts, step + 1, config, eos_id, strings)
         codes = torch.where((codes == GOING_ON) & (step + 1 >= limit), LENGTH, codes)
         chosen = ChosenTokens(rows, tokens, token_log_probs(logits, tokens), codes)
-        yield ChosenTokens(*(x[~done] for x in chosen)) if engine.static else chosen  # else finished rows were dropped
+        yield ChosenTokens(*(x[~done] for x in chosen)) if engine.static else chosen  # a static engine keeps done rows
         texts = torch.cat([texts, tokens[:, None]], dim=1)
         done = done | (codes != GOING_ON)
         if done.all():
@@ -66,7 +66,7 @@ def decode_loop(
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log P (R,) of tokens (R,) by logits (R, V)."""
+    """log P (R,) of tokens (R,) under logits (R, V)."""
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
@@ -78,10 +78,10 @@ def filter_logits(
     eos_id: int | None,
     in_place: bool = False,
 ) -> Tensor:
-    """All filters of a config on float32 scores (R, V) before new token number ``step``, in the order of transformers.
+    """Apply all filters to float32 scores (R, V) of new token number ``step``, in the order of transformers.
 
-    A captured step knows its number as a tensor alone, (1,) or (R,), and has no prefix.
-    ``in_place``: the caller does not need these scores again, and they may be overwritten.
+    In a captured step ``step`` is a tensor, (1,) or (R,), and there is no prefix. ``in_place``: scores may be
+    overwritten.
     """
     if config.logit_bias:
         scores = scores + bias_vector(config.logit_bias, scores)
@@ -106,7 +106,7 @@ def filter_logits(
         scores = min_p(scores, config.min_p)
     if not config.logit_bias and not config.no_repeat_ngram:
         return scores
-    stuck = scores.amax(-1).isneginf()  # rows in which every token is forbidden: there the end token is allowed
+    stuck = scores.amax(-1).isneginf()  # rows with every token forbidden: allow the end token
     if eos_id is not None:
         is_end = torch.arange(scores.shape[-1], device=scores.device) == eos_id
         return scores.masked_fill(stuck[:, None] & is_end, 0.0)
@@ -116,58 +116,63 @@ def filter_logits(
 
 
 def has_filters(config: GenerateConfig, step: int | Tensor) -> bool:
-    """Whether ``filter_logits`` changes scores before new token number ``step``, but for what is drawn from."""
+    """Whether ``filter_logits``, apart from sampling filters, changes the scores of new token number ``step``."""
     always = config.logit_bias or config.repetition_penalty != 1.0 or config.no_repeat_ngram
-    first = max(config.min_new_tokens, len(config.prefix))  # the first number that they do not depend on
-    return bool(always) or (first > 0 if isinstance(step, Tensor) else step < first)
+    n_early = max(config.min_new_tokens, len(config.prefix))  # steps at which the minimum or the prefix applies
+    return bool(always) or (n_early > 0 if isinstance(step, Tensor) else step < n_early)
+
+
+def reads_text(config: GenerateConfig) -> bool:
+    """Whether a filter depends on the text so far or on its length."""
+    return config.repetition_penalty != 1.0 or bool(config.prefix or config.no_repeat_ngram or config.min_new_tokens)
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Keep the k highest, and whatever equals the last of them."""
+    """Keep the k highest scores, and any that equal the lowest of them."""
     last = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < last, -math.inf)
 
 
 def top_p(scores: Tensor, p: float) -> Tensor:
-    """Keep the nucleus (Holtzman et al. 2020): drop the unlikeliest tokens that together have at most 1 - p."""
-    rising, order = scores.sort(dim=-1)
-    dropped = rising.softmax(-1).cumsum(-1) <= 1 - p
-    dropped[:, -1] = False  # rounding must not drop the likeliest
+    """Keep the nucleus (Holtzman et al. 2020): drop the least likely tokens, up to a total probability of 1 - p."""
+    ascending, order = scores.sort(dim=-1)
+    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    dropped[:, -1] = False  # rounding must not drop the most likely token
     return scores.masked_fill(torch.empty_like(dropped).scatter_(1, order, dropped), -math.inf)
 
 
 def min_p(scores: Tensor, p: float) -> Tensor:
-    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024)."""
+    """Keep tokens at least p times as likely as the most likely one (Nguyen et al. 2024)."""
     probs = scores.softmax(-1)
     return scores.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
 
 
 def repetition_penalty(scores: Tensor, texts: Tensor, penalty: float) -> Tensor:
-    """Tokens of the text, once each: s / penalty if s is positive, else s · penalty (Keskar et al. 2019, §4.1)."""
+    """Scores s of tokens in the text become s / penalty if positive, else s · penalty (Keskar et al. 2019, §4.1)."""
     lower = torch.where(scores < 0, scores * penalty, scores / penalty)
     return torch.where(_token_mask(texts, scores), lower, scores)
 
 
 def no_repeat_ngram(scores: Tensor, texts: Tensor, n: int) -> Tensor:
-    """No n tokens in a row occur twice: where the last n - 1 occurred before, what followed them is forbidden."""
+    """Forbid every token that would complete an n-gram for the second time."""
     length = texts.shape[1]
     if length < n:
         return scores
     grams = texts.unfold(1, n, 1)  # (R, L - n + 1, n)
     last = texts[:, length - n + 1 :]
-    repeats = (grams[..., :-1] == last[:, None]).all(-1)  # -1 stands at the left alone, so no n-gram with it repeats
+    repeats = (grams[..., :-1] == last[:, None]).all(-1)  # padding is only on the left: no n-gram with it repeats
     return scores.masked_fill(_token_mask(torch.where(repeats, grams[..., -1], -1), scores), -math.inf)
 
 
 def forbid_token(scores: Tensor, token: int, in_place: bool = False) -> Tensor:
-    """-inf for one token; used for the end token while a text is too short."""
+    """-inf for one token, such as the end token while a text is too short."""
     scores = scores if in_place else scores.clone()
     scores[:, token].fill_(-math.inf)
     return scores
 
 
 def force_token(scores: Tensor, token: int) -> Tensor:
-    """-inf for all tokens but one, which keeps its score, or gets 0 where another filter had forbidden it."""
+    """-inf for all tokens but one, which keeps its score, or gets 0 if another filter has forbidden it."""
     score = scores[:, token]
     forced = torch.full_like(scores, -math.inf)
     forced[:, token] = torch.where(score.isneginf(), 0.0, score)
@@ -175,22 +180,22 @@ def force_token(scores: Tensor, token: int) -> Tensor:
 
 
 def bias_vector(logit_bias: dict[int, float], scores: Tensor) -> Tensor:
-    """What is added to the scores, (V,)."""
+    """``logit_bias`` as a vector (V,), like a row of ``scores``."""
     bias = torch.zeros_like(scores[0])
     for token, value in logit_bias.items():
-        bias[token : token + 1].fill_(value)  # filling a slice needs no host synchronisation, so it can be captured
+        bias[token : token + 1].fill_(value)  # filling a slice does not synchronise, so it can be captured
     return bias
 
 
 def _token_mask(tokens: Tensor, scores: Tensor) -> Tensor:
-    """Which tokens of the vocabulary are among ``tokens`` (R, n), as (R, V); -1 is none of them."""
+    """Which tokens of the vocabulary are among ``tokens`` (R, n), as booleans (R, V); -1 is ignored."""
     n_tokens = scores.shape[-1]
     marks = torch.zeros(len(scores), n_tokens + 1, dtype=torch.bool, device=scores.device)
     return marks.scatter_(1, torch.where(tokens < 0, n_tokens, tokens), True)[:, :n_tokens]
 
 
 def uniform_draws(config: GenerateConfig, n_prompts: int, n_copies: int) -> Tensor:
-    """Uniform numbers in [0, 1), (prompts · copies, max_new_tokens), that depend on seed and copy alone."""
+    """Uniform numbers in [0, 1), (prompts · copies, max_new_tokens), that depend only on the seed and the copy."""
     seeds = torch.randint(2**62, (n_prompts,)).tolist() if config.seed is None else [config.seed] * n_prompts
     rows = []
     for seed in seeds:
@@ -201,7 +206,7 @@ def uniform_draws(config: GenerateConfig, n_prompts: int, n_copies: int) -> Tens
 
 
 def draw_tokens(scores: Tensor, draws: Tensor) -> Tensor:
-    """The token (R,) at which the cumulated probabilities pass ``draws`` (R,), so that rows are independent."""
-    cumulated = scores.to(widest_float(scores.device)).softmax(-1).cumsum(-1)
-    thresholds = draws.to(cumulated)[:, None] * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, thresholds, right=True)[:, 0]
+    """Sample by the inverse CDF: the token (R,) at which the cumulative probability passes ``draws`` (R,)."""
+    cumulative = scores.to(widest_float(scores.device)).softmax(-1).cumsum(-1)
+    thresholds = draws.to(cumulative)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, thresholds, right=True)[:, 0]

@@ -1,11 +1,10 @@
-"""Speculative decoding (Leviathan et al. 2023, the greedy case): a small draft model guesses, the model checks.
+"""Speculative decoding (Leviathan et al. 2023, the greedy case): a small draft model guesses, the model verifies.
 
-draft    d₁ … d_k, one after the other, by the small model
-check    p(· | …), p(· | … d₁), …, p(· | … d_k) in one pass of the model over its cache
-keep     d₁ … d_m up to the first that is not the model's own choice, and the model's choice in its place
+draft    d₁ … d_k, one after the other, by the draft model
+verify   p(· | …), p(· | … d₁), …, p(· | … d_k) in one pass of the model over its cache
+keep     d₁ … d_m before the first that differs from the model's own choice, then the model's choice
 
-Each pass of the model gives m + 1 tokens, the same that it would have chosen without a draft. Wrong guesses are
-truncated from both caches.
+Each pass of the model gives m + 1 tokens, the same as without a draft. Wrong guesses are truncated from both caches.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from .stop_conditions import GOING_ON, LENGTH, StopStrings, stop_codes
 
 @dataclass(frozen=True)
 class DraftStatistics:
-    """How many guesses of a draft were accepted."""
+    """How many tokens of a draft were accepted."""
 
-    proposed: int = 0  # tokens it guessed
-    accepted: int = 0  # those that the model chose too
-    passes: int = 0  # passes of the model
+    proposed: int = 0  # tokens guessed by the draft
+    accepted: int = 0  # guesses that the model chose too
+    passes: int = 0  # forward passes of the model
 
     @property
     def share(self) -> float:
-        """Accepted guesses by proposed ones."""
+        """Share of the proposed tokens that were accepted."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     def __add__(self, other: DraftStatistics) -> DraftStatistics:
@@ -44,12 +43,12 @@ class DraftStatistics:
 
 
 def check_draft(model: Model, draft: Model, config: GenerateConfig, n_tokens: int) -> None:
-    """Raise where the two models do not fit, or the config asks for more than greedy search."""
-    if config.beam > 1 or config.samples or config.n_best > 1:
-        option = f"beam={config.beam}" if config.beam > 1 else "sample=True" if config.samples else "n_best"
-        raise ValueError(f"draft goes with greedy search, one text a prompt; {option} asks for more")
+    """Raise if the two models do not match, or the config is not greedy search."""
+    if config.beam > 1 or config.samples:
+        option = f"beam={config.beam}" if config.beam > 1 else "sample=True"
+        raise ValueError(f"draft needs greedy search with one text per prompt, got {option}")
     if config.cache != "growing":
-        raise ValueError(f"draft needs cache='growing' to take guesses back, but cache={config.cache!r}")
+        raise ValueError(f"draft needs cache='growing' to remove wrong guesses, but cache={config.cache!r}")
     if n_tokens < 1:
         raise ValueError(f"draft_tokens={n_tokens} must be at least 1")
     ours, theirs = model.config, draft.config
@@ -57,25 +56,25 @@ def check_draft(model: Model, draft: Model, config: GenerateConfig, n_tokens: in
     for name in names + (["image_size", "n_channels"] if ours.source == "image" else []):
         if getattr(ours, name) != getattr(theirs, name):
             both = f"{getattr(theirs, name)!r}, but the model has {getattr(ours, name)!r}"
-            raise ValueError(f"the draft has {name}={both}: a draft guesses the model's own tokens")
+            raise ValueError(f"the draft has {name}={both}: both must have the same tokens and inputs")
     if (ours.architecture == "decoder") != (theirs.architecture == "decoder"):
         raise ValueError(f"the draft has architecture={theirs.architecture!r}, but the model {ours.architecture!r}")
     if ours.architecture != "decoder" and max_text_length(theirs) < max_text_length(ours):
         raise ValueError(
             f"the draft reads max_len={max_text_length(theirs)} tokens, but the model {max_text_length(ours)}"
         )
-    for each in (model, draft):
-        if rope_depends_on_length(each.config):
-            raise ValueError("draft does not go with rotary angles that follow the length of the text")
-        if each.is_recurrent and n_tokens >= StateCache.n_states:
+    for side in (model, draft):
+        if rope_depends_on_length(side.config):
+            raise ValueError("draft does not work with rotary angles that depend on the length of the text")
+        if side.is_recurrent and n_tokens >= StateCache.n_states:
             most = StateCache.n_states - 1
-            raise ValueError(f"draft_tokens={n_tokens} is more than the {most} states a recurrent model goes back")
+            raise ValueError(f"draft_tokens={n_tokens} is more than the {most} past states a recurrent model keeps")
     if model.device != draft.device:
         raise ValueError(f"the draft is on {draft.device}, but the model on {model.device}")
 
 
 class SpeculativeDecoder:
-    """The decode steps of one text, as ``decode_loop`` has them; ``statistics`` is updated at every step."""
+    """Yields the decode steps of one text, like ``decode_loop``; ``statistics`` is updated at every step."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class SpeculativeDecoder:
         self.engine, self.draft, self.n_tokens, self.config, self.strings = engine, draft, n_tokens, config, strings
         self.eos_id, self.statistics = engine.model.config.eos_id, DraftStatistics()
         self._max_draft = max_text_length(draft.model.config, target=not draft.model.is_decoder_only)
-        self._n_cached = 0  # tokens in the draft's cache, all of them of the text
+        self._n_cached = 0  # tokens of the text in the draft's cache
 
     def decode(self, prompts: Prompts) -> Iterator[ChosenTokens]:
         """The steps for a batch of one prompt."""
@@ -104,7 +103,7 @@ class SpeculativeDecoder:
                 yield chosen
                 if int(chosen.codes) != GOING_ON:
                     return
-                if not accepted:  # or all guesses were accepted, and this token follows them
+                if not accepted:  # a wrong guess, or the token after the last guess
                     break
             self.engine.truncate(texts.shape[1] - 1)
             guessed = self._guess(texts, step, limit - step - 1)
@@ -119,7 +118,7 @@ class SpeculativeDecoder:
         return ChosenTokens(torch.zeros_like(tokens), tokens, token_log_probs(logits, tokens), codes)
 
     def _guess(self, texts: Tensor, step: int, limit: int) -> Tensor:
-        """Guesses (1, n), n at most ``limit``, of what follows ``texts`` (1, L), from new token number ``step`` on."""
+        """At most ``limit`` guesses (1, n) of the tokens after ``texts`` (1, L), from new token number ``step`` on."""
         n_text = texts.shape[1]
         limit = min(limit, self.n_tokens, self._max_draft - n_text + 1)  # the last guess is not fed back
         if limit < 1:

@@ -1,4 +1,4 @@
-"""What a captured decode step reads and writes, at fixed addresses: tokens and lengths, and keys and values."""
+"""The buffers of a captured decode step, at fixed addresses: tokens and lengths, and keys and values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..models.base_model import DecoderShape
 
 
 class DecodeState(NamedTuple):
-    """What changes from step to step, on the device and at fixed addresses."""
+    """The state that a step updates, on the device and at fixed addresses."""
 
-    tokens: Tensor  # (R,) the token to read
+    tokens: Tensor  # (R,) the next input token of each row
     lengths: Tensor  # (R,) its position
-    last: Tensor  # (R,) the last position of a row, where a finished row stays
-    steps: Tensor  # (R,) tokens chosen so far
-    history: Tensor  # (n, R) the tokens chosen
-    log_probs: Tensor  # (n, R) of each, by the model alone
+    last: Tensor  # (R,) the last position of each row, where a finished row stays
+    steps: Tensor  # (R,) number of tokens chosen so far
+    history: Tensor  # (n, R) the chosen tokens
+    log_probs: Tensor  # (n, R) log P of each, by the model alone
 
     @classmethod
     def empty(cls, rows: int, n_steps: int, device: torch.device) -> DecodeState:
@@ -37,7 +37,7 @@ class DecodeState(NamedTuple):
         self.lengths.copy_(torch.minimum(self.lengths + 1, self.last))
 
     def append(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Write the chosen tokens into the history; the next step reads them."""
+        """Add the chosen tokens to the history and make them the next step's input."""
         self.history.scatter_(0, self.steps[None], tokens[None])
         self.log_probs.scatter_(0, self.steps[None], log_probs[None].to(self.log_probs.dtype))
         self.tokens.copy_(tokens)
@@ -45,10 +45,10 @@ class DecodeState(NamedTuple):
 
 
 class StepKeys:
-    """Keys and values of R rows' texts, and of the encoder's output for R / copies sources.
+    """Keys and values of R rows of text, and of the encoder's output for R / copies sources.
 
-    The copies of a prompt, rows side by side, share its keys: beams, or several texts that are drawn. Row r holds those
-    of the tokens that were read in row r, and ``origin`` says in which row each position of a row's past lies.
+    The copies of a prompt (beams or samples) are adjacent rows that share its keys. Row r of a buffer has the keys of
+    the tokens that were decoded in row r; ``origin`` gives, for each position in a row's past, the row with its keys.
     """
 
     def __init__(self, model: Model, rows: int, max_len: int, copies: int = 1, source_len: int = 0) -> None:
@@ -60,18 +60,16 @@ class StepKeys:
             return [(like.new_zeros(sizes), like.new_zeros(sizes)) for _ in range(shape.n_layers)]
 
         self.layers = pairs(rows, max_len)  # (R, G, S, D) each
-        self.memory = pairs(rows // copies, source_len) if source_len else []  # (B, G, M, D) each
+        self.memory = pairs(rows // copies, source_len) if source_len else []  # (B, G, source_len, D) each
         self.row = torch.arange(rows, device=like.device)
         self.source_lengths = torch.ones(rows // copies, dtype=torch.int64, device=like.device)
         self.origin = self.row[:, None].repeat(1, max_len) if copies > 1 else None  # (R, S); None: the row itself
         has_bias = model.decoder.position_bias is not None
-        self.bias = like.new_zeros(shape.n_heads, max_len) if has_bias else None  # (H, S) by distance back
+        self.bias = like.new_zeros(shape.n_heads, max_len) if has_bias else None  # (H, S), by distance from the query
 
     def begin(self, lengths: Tensor, bias: RelativeBias | None) -> None:
-        """For prompts of ``lengths`` (R,), which are then written into the first of their copies."""
-        for pair in self.layers:
-            for x in pair:
-                x.zero_()  # a leftover infinity times weight 0 would be NaN
+        """Reset for prompts of ``lengths`` (R,), whose keys go to the first of their copies."""
+        torch._foreach_zero_([x for pair in self.layers for x in pair])  # a leftover infinity times 0 would be NaN
         if self.origin is not None:
             past = torch.arange(self.max_len, device=lengths.device) < lengths[:, None]
             first = self.row - self.row % self.copies
@@ -81,18 +79,18 @@ class StepKeys:
             self.bias.copy_(bias.at(-torch.arange(self.max_len, device=self.row.device)))
 
     def write_prompts(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """The keys and values (n, G, P, D) of n prompts."""
-        for held, new in zip(self.layers[layer], (k, v), strict=True):
-            held[:: self.copies][: len(new), :, : new.shape[2]] = new
+        """Write the keys and values (n, G, P, D) of n prompts."""
+        for buffer, new in zip(self.layers[layer], (k, v), strict=True):
+            buffer[:: self.copies][: len(new), :, : new.shape[2]] = new
 
     def write_memory(self, layer: int, k: Tensor, v: Tensor, padding_mask: Tensor | None) -> None:
-        """The keys and values (n, G, M, D) of n sources, of which ``padding_mask`` (n, M) says what is real."""
-        for held, new in zip(self.memory[layer], (k, v), strict=True):
-            held[: len(new), :, : new.shape[2]] = new
+        """Write the keys and values (n, G, S, D) of n sources; ``padding_mask`` (n, S) is True at real tokens."""
+        for buffer, new in zip(self.memory[layer], (k, v), strict=True):
+            buffer[: len(new), :, : new.shape[2]] = new
         self.source_lengths[: len(k)] = k.shape[2] if padding_mask is None else padding_mask.sum(1)
 
     def select(self, rows: Tensor, lengths: Tensor) -> None:
-        """Row r continues row rows[r]; ``lengths`` (R,) are those of all rows. With copies only ``origin`` changes."""
+        """Row r continues row rows[r]; ``lengths`` (R,) of all rows. With copies, only ``origin`` changes."""
         n = len(rows)
         if self.origin is None:
             for pair in self.layers:

@@ -1,8 +1,8 @@
 """What ends a text: the end token, a stop sequence of tokens, a stop string, or the limit of new tokens.
 
-Stop strings are found across token borders. A token may be a part of a character, such as one of the three bytes of a
-Hangul syllable: an incomplete character decodes to U+FFFD at the end of the text and is held back until it is whole. So
-is a syllable spelled in jamo, which the next letter may still extend.
+Stop strings are found across token boundaries. A token may be part of a character, such as one of the three bytes of a
+Hangul syllable: an incomplete character decodes to U+FFFD at the end of the text and is held back until it is complete.
+The same holds for a syllable spelled in jamo, which the next letter may extend.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .generation_config import GenerateConfig
 
 Finish = Literal["end", "stop", "length"]
 GOING_ON, LENGTH = -1, 0
-END, TEXT, STOP = 1, 2, 3  # the end token, a stop string; stop sequence number n has the code STOP + n
+END, TEXT, STOP = 1, 2, 3  # the end token; a stop string; stop sequence number n has the code STOP + n
 
 Decode = Callable[[list[int]], str]  # from token ids to text
 Span = TypeVar("Span", str, tuple[int, ...])
 
-# What may still become another character: replaced bytes, or leading, middle and final jamo of one syllable.
+# The end of a text that may still change: replaced bytes, or leading, middle and final jamo of one syllable.
 _INCOMPLETE = re.compile(
     "(?:\ufffd+|[\u1100-\u115f\ua960-\ua97c]+[\u1160-\u11a7\ud7b0-\ud7c6]*[\u11a8-\u11ff\ud7cb-\ud7fb]*)\\Z"
 )
-_N_CONTEXT = 5  # tokens before a text that decide how its beginning is decoded
+_N_CONTEXT = 5  # tokens before a text that may affect how its beginning is decoded
 
 
 class StopStrings:
-    """Ends a text with the token that completes one of ``strings``, from new token number ``n_least`` on."""
+    """Ends a text at the token that completes one of ``strings``, from new token number ``n_least`` on."""
 
     def __init__(self, strings: Sequence[str], decode: Decode, n_least: int = 0) -> None:
         self.strings, self.decode, self.n_least = tuple(strings), decode, n_least
@@ -50,9 +50,9 @@ class StopStrings:
         return torch.tensor(matches, device=tokens.device)
 
     def _can_end(self, token: int) -> bool:
-        """Whether a string's last letter may come with this token: only then is the whole text decoded.
+        """Whether this token may contain the last letter of a stop string; only then is the whole text decoded.
 
-        The token is decoded after itself, where it keeps its leading space; U+FFFD may be the end of any letter.
+        The token is decoded after itself, so that it keeps its leading space; U+FFFD may be the end of any letter.
         """
         if token not in self._may_end:
             self._may_end[token] = not self._last_letters.isdisjoint(self.decode([token, token]))
@@ -69,12 +69,12 @@ def stop_codes(
 ) -> Tensor:
     """Codes (R,) for tokens (R,) after ``texts`` (R, L): GOING_ON, END, TEXT, or STOP + the number of the sequence.
 
-    ``n_new`` counts new tokens, this one included: a stop sequence lies among them, never in the prompt. It may be a
-    tensor where there are neither sequences nor strings.
+    ``n_new`` counts the new tokens, including this one: a stop sequence must lie entirely among them. It may be a
+    tensor if there are neither sequences nor strings.
     """
     codes = torch.full_like(tokens, GOING_ON)
     if not isinstance(n_new, Tensor) and n_new >= config.min_new_tokens:
-        for number, stop in sorted(enumerate(config.stop), key=lambda one: len(one[1])):  # of several, the longest
+        for number, stop in sorted(enumerate(config.stop), key=lambda item: len(item[1])):  # the longest match wins
             before = torch.tensor(stop[:-1], dtype=tokens.dtype, device=tokens.device)
             if n_new >= len(stop):
                 matches = (tokens == stop[-1]) & (texts[:, texts.shape[1] - len(before) :] == before).all(-1)
@@ -85,7 +85,7 @@ def stop_codes(
 
 
 def finish_reason(code: int, config: GenerateConfig) -> tuple[Finish, int]:
-    """The reason as a word, and how many of the last tokens are the end token or the stop sequence."""
+    """The reason in words, and how many of the last tokens are the end token or the stop sequence."""
     if code == LENGTH:
         return "length", 0
     if code == TEXT:
@@ -98,30 +98,55 @@ def first_stop_token(config: GenerateConfig) -> int:
     return max(config.min_new_tokens, len(config.prefix) + 1)
 
 
-def text_pieces(tokens: Iterable[int], decode: Decode, stop: Sequence[str] = (), n_least: int = 0) -> Iterator[str]:
-    """Pieces of whole characters that joined are the text of ``tokens``, up to the first complete stop string.
+class TextPieces:
+    """Text decoded incrementally from a stream of tokens, in whole characters, up to the first complete stop string.
 
-    Of several stop strings that end at the same letter the longest counts, wherever tokens are cut. One that is
-    complete before token number ``n_least`` is ordinary text.
+    Of several stop strings that end at the same letter the longest counts, wherever the token boundaries are. A stop
+    string that is complete before token number ``n_least`` is ordinary text.
     """
-    pending = ""  # text that may be the beginning of a stop string
-    for n_tokens, piece in _whole_characters(tokens, decode):
-        n_before = len(pending)
-        pending += piece
-        starts = [(pending.find(s, max(0, n_before - len(s) + 1)), s) for s in stop if n_tokens >= n_least]
-        matches = [(start + len(s), start) for start, s in starts if start >= 0]  # (end, start) that end in this piece
+
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), n_least: int = 0) -> None:
+        self._characters, self._stop, self._n_least = WholeCharacters(decode), stop, n_least
+        self._pending = ""  # text that may be the beginning of a stop string
+        self.ended = False
+
+    def push(self, token: int) -> str:
+        """Add a token; returns the text that no later token can change."""
+        return self._add(self._characters.push(token))
+
+    def finish(self) -> str:
+        """The text held back so far, when no token follows."""
+        ready = self._add(self._characters.finish())
+        pending, self._pending = self._pending, ""
+        return ready if self.ended else ready + pending
+
+    def _add(self, piece: str) -> str:
+        if self.ended or not piece:
+            return ""
+        n_before, stop = len(self._pending), self._stop
+        pending = self._pending + piece
+        n_tokens = len(self._characters.ids)
+        starts = [(pending.find(s, max(0, n_before - len(s) + 1)), s) for s in stop if n_tokens >= self._n_least]
+        matches = [(start + len(s), start) for start, s in starts if start >= 0]  # (end, start), ending in this piece
         ready = min(matches)[1] if matches else stop_prefix_start(pending, stop)
-        if ready:
-            yield pending[:ready]
-        if matches:
+        self.ended, self._pending = bool(matches), pending[ready:]
+        return pending[:ready]
+
+
+def text_pieces(tokens: Iterable[int], decode: Decode, stop: Sequence[str] = (), n_least: int = 0) -> Iterator[str]:
+    """The text of ``tokens`` in pieces, as returned by ``TextPieces``."""
+    pieces = TextPieces(decode, stop, n_least)
+    for token in tokens:
+        if piece := pieces.push(token):
+            yield piece
+        if pieces.ended:
             return
-        pending = pending[ready:]
-    if pending:
-        yield pending
+    if piece := pieces.finish():
+        yield piece
 
 
 def contains_stop(tokens: Sequence[int], decode: Decode, stop: Sequence[str], n_least: int = 0) -> bool:
-    """Whether the text of ``tokens`` holds a stop string that counts."""
+    """Whether the text of ``tokens`` contains a stop string that is complete at token number ``n_least`` or later."""
     text = decode(list(tokens))
     if not any(string in text for string in stop):
         return False
@@ -130,38 +155,44 @@ def contains_stop(tokens: Sequence[int], decode: Decode, stop: Sequence[str], n_
 
 
 def decode_after(decode: Decode, before: Sequence[int]) -> Decode:
-    """A decoder of what follows the tokens ``before``: a word after a word begins with its space."""
+    """A function that decodes tokens as they follow ``before``, so that a word after a word keeps its space."""
     context = list(before[-_N_CONTEXT:])
     n_context = len(decode(context)) if context else 0
     return (lambda ids: decode([*context, *ids])[n_context:]) if n_context else decode
 
 
 def stop_prefix_start(pending: Span, stops: Sequence[Span]) -> int:
-    """From where on ``pending`` may be the beginning of a stop and has to be held back."""
+    """The index from which ``pending`` may be the beginning of a stop and must be held back."""
     length = len(pending)
     return next((i for i in range(length) if any(s[: length - i] == pending[i:] for s in stops)), length)
 
 
-def _whole_characters(tokens: Iterable[int], decode: Decode) -> Iterator[tuple[int, str]]:
-    """Text in whole characters, each piece with the number of tokens read so far.
+class WholeCharacters:
+    """Text decoded incrementally from a stream of tokens, in whole characters.
 
-    Only the tokens of the last piece and the new ones are decoded again: with the last piece as context, because a
+    Each step decodes only the tokens of the last piece and the new ones. The last piece is needed as context because a
     tokenizer drops the space at the beginning of a text.
     """
-    ids: list[int] = []
-    start = n_emitted = 0  # ids before ``start`` are not decoded again, those before ``n_emitted`` have been emitted
-    emitted = ""  # the emitted text of ids[start:]
-    for token in tokens:
-        ids.append(token)
-        text = decode(ids[start:])
+
+    def __init__(self, decode: Decode) -> None:
+        self.ids: list[int] = []
+        self._decode = decode
+        self._start = 0  # ids before it are not decoded again
+        self._n_emitted = 0  # ids before it have been emitted
+        self._emitted = ""  # the emitted text of ids[start:]
+
+    def push(self, token: int) -> str:
+        self.ids.append(token)
+        text = self._decode(self.ids[self._start :])
         ready = _INCOMPLETE.sub("", text)
-        if len(ready) <= len(emitted):
-            continue
-        yield len(ids), ready[len(emitted) :]
-        emitted = ready
+        if len(ready) <= len(self._emitted):
+            return ""
+        piece, self._emitted = ready[len(self._emitted) :], ready
         if ready == text:  # nothing is held back
-            start, n_emitted = n_emitted, len(ids)
-            emitted = decode(ids[start:])
-    rest = decode(ids[start:])
-    if len(rest) > len(emitted):
-        yield len(ids), rest[len(emitted) :]
+            self._start, self._n_emitted = self._n_emitted, len(self.ids)
+            self._emitted = self._decode(self.ids[self._start :])
+        return piece
+
+    def finish(self) -> str:
+        """The text held back so far: characters that remain incomplete."""
+        return self._decode(self.ids[self._start :])[len(self._emitted) :]

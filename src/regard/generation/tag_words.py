@@ -1,4 +1,4 @@
-"""``tag``: a tag for every word of a text, and the entities they spell."""
+"""``tag``: a tag for every word of a text, and the entities that the tags mark."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Entity:
 
     type: str
     text: str
-    first: int  # its words: first to last, inclusive
-    last: int
-    probability: float  # the least of its words' tags
+    first: int  # index of its first word
+    last: int  # index of its last word, inclusive
+    probability: float  # the lowest of its words' tags
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TaggedWords:
 
     @property
     def entities(self) -> list[Entity]:
-        """Where tags are B-X, I-X and O."""
+        """The entities spelled by tags B-X, I-X and O; empty for other tags."""
         spans = entity_spans(self.tags) if has_entities(self.tags) else []
         return [
             Entity(kind, " ".join(self.words[a : b + 1]), a, b, min(self.probabilities[a : b + 1]))
@@ -51,17 +51,17 @@ class TaggedWords:
 def tag(
     model: ModelOrPath, texts: str | Sequence[str] | Sequence[Sequence[str]], *, truncate: bool = False
 ) -> list[TaggedWords]:
-    """The tags of one text or of several; a text may come as a list of its words.
+    """Tag the words of one or several texts; a text may be a list of its words.
 
-    ``truncate`` cuts too long a text short, which is otherwise an error; words past the cut, and words without a token,
-    get the tag O, or the first one, with probability 0.
+    ``truncate`` shortens texts that are too long, which are errors otherwise. Words beyond the cut and words without a
+    token get probability 0 and the tag O, or the first tag if there is no O.
     """
     model = open_model(model)
     check_can_tag(model)
     tokenizer, names = ModelTokenizers(model).source, class_names(model)
     outside = "O" if "O" in names else names[0]
-    several = [texts] if isinstance(texts, str) else texts
-    sentences = [split_words(x) if isinstance(x, str) else list(x) for x in several]
+    batch_texts = [texts] if isinstance(texts, str) else texts
+    sentences = [split_words(text) if isinstance(text, str) else list(text) for text in batch_texts]
     for index, words in enumerate(sentences):
         if not words:
             raise ValueError(f"text {index} is empty: there is nothing to tag")
@@ -74,14 +74,15 @@ def tag(
             padded = pad_sources([sources[index] for index in batch], model)
             logits = model(padded.values, padding_mask=padded.padding_mask).float()
             best = torch.max(logits.softmax(-1), dim=-1)
-            for index, chances, tags in zip(batch, best.values.tolist(), best.indices.tolist(), strict=True):
-                places = [p if p < lengths[index] else -1 for p in encoded[index][1]]
-                said = [(names[tags[p]], chances[p]) if p >= 0 else (outside, 0.0) for p in places]
-                results[index] = TaggedWords(sentences[index], [x for x, _ in said], [p for _, p in said])
+            for index, probabilities, tags in zip(batch, best.values.tolist(), best.indices.tolist(), strict=True):
+                tokens = [token if token < lengths[index] else -1 for token in encoded[index][1]]  # of each word
+                word_tags = [names[tags[token]] if token >= 0 else outside for token in tokens]
+                word_probabilities = [probabilities[token] if token >= 0 else 0.0 for token in tokens]
+                results[index] = TaggedWords(sentences[index], word_tags, word_probabilities)
     return [result for result in results if result is not None]
 
 
 def check_can_tag(model: Model) -> None:
-    """Raise unless the model has a head for tags."""
+    """Raise unless the model has a tagging head."""
     if model.config.head != "tag":
-        raise ValueError(f"this model has head={model.config.head!r}; only with head='tag' does it tag words")
+        raise ValueError(f"this model has head={model.config.head!r}, but tagging needs head='tag'")

@@ -1,4 +1,4 @@
-"""Text to token ids and config fields given as text to token fields, by the tokenizers of a model."""
+"""Encode texts, and the text in generation fields (stop, prefix, logit_bias), with a model's tokenizers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..text.tokenizer import Tokenizer, replace_surrogates
 from .generation_config import GenerateConfig
 from .stop_conditions import Decode, StopStrings, first_stop_token
 
-Stop = str | int | Sequence[str | int | Sequence[int]]  # a string, a token, or several of them and of token sequences
+Stop = str | int | Sequence[str | int | Sequence[int]]  # a string, a token, or a list of strings, tokens and sequences
 
 
 class ModelTokenizers:
-    """The tokenizers of a model: ``source`` for what it reads, ``target`` for what it writes."""
+    """The tokenizers of a model: ``source`` for its input, ``target`` for its output."""
 
     def __init__(self, model: Model) -> None:
         self.config, self.continues_prompt = model.config, model.is_decoder_only
@@ -39,9 +39,9 @@ class ModelTokenizers:
         return self.target.decode
 
     def encode_inputs(self, texts: Any, name: str | None = None) -> list[list[int]]:
-        """Token ids of prompts, without an end token, or of sources, with one; what is no text is ids already.
+        """Token ids of prompts, without an end token, or of sources, with one; inputs that are not text must be ids.
 
-        Messages, ``[{"role": "user", "content": …}]``, are written by the model's chat template.
+        Messages, ``[{"role": "user", "content": …}]``, are formatted by the model's chat template.
         """
         name = name or ("prompt" if self.continues_prompt else "source")
         purpose, rows = "continue" if self.continues_prompt else "read", []
@@ -61,16 +61,16 @@ class ModelTokenizers:
     def _encode_chat(self, messages: Any) -> list[int]:
         if self._chat is None:
             raise ValueError("this model has no chat template, so it takes a text, not messages")
-        if (read := read_messages(messages)) is None:
-            raise ValueError("a message needs a role and a content, both of them texts")
-        return self._chat.encode_prompt(read)
+        if (chat := read_messages(messages)) is None:
+            raise ValueError("a message needs a role and a content, both strings")
+        return self._chat.encode_prompt(chat)
 
     def encode_beginning(self, text: str | Sequence[int]) -> list[int]:
         """The ids of the beginning of a target, without special tokens."""
         return split_special_tokens(self.target, replace_surrogates(text))[1] if isinstance(text, str) else list(text)
 
     def token_id(self, word: str | int) -> int:
-        """The id of a token: as it is written in the tokenizer's file, or the text that is exactly this one token."""
+        """The id of a token, given as spelled in the tokenizer's vocabulary or as text that encodes to one token."""
         if isinstance(word, int):
             return word
         if word in self._vocabulary:
@@ -83,22 +83,22 @@ class ModelTokenizers:
 
     @cached_property
     def languages(self) -> dict[str, int]:
-        """Special tokens that mark no beginning, end or padding: in mBART, M2M-100 and NLLB, the languages."""
+        """Special tokens other than bos, eos, padding and the like: the languages of mBART, M2M-100 and NLLB."""
         tokenizer, known = self.source, set(self.source.special_ids.values())
         ids = {index: tokenizer.token(index) for index in tokenizer.all_special_ids if index not in known}
         return {name: index for index, name in sorted(ids.items()) if name and name[0] not in "<["}
 
     def language_id(self, name: str) -> int:
         """The token of a language: "eng_Latn" (NLLB), "en" for __en__ (M2M-100) or for en_XX (mBART)."""
-        found = [self.languages[x] for x in (name, f"__{name}__") if x in self.languages]
-        found = found or [index for token, index in self.languages.items() if token.startswith(f"{name}_")]
-        if len(found) != 1:
-            have = ", ".join(list(self.languages)[:8]) + (" …" if len(self.languages) > 8 else "")
-            raise ValueError(f"{name!r} is no language of this model, which has {have or 'none'}")
-        return found[0]
+        matches = [self.languages[x] for x in (name, f"__{name}__") if x in self.languages]
+        matches = matches or [index for token, index in self.languages.items() if token.startswith(f"{name}_")]
+        if len(matches) != 1:
+            known = ", ".join(list(self.languages)[:8]) + (" …" if len(self.languages) > 8 else "")
+            raise ValueError(f"{name!r} is not a language of this model, which has {known or 'none'}")
+        return matches[0]
 
     def with_language(self, row: list[int], index: int) -> list[int]:
-        """A source marked as of this language: in place of the token that the tokenizer put there, or at its front."""
+        """A source with this language token: it replaces the tokenizer's language token or goes to the front."""
         languages = set(self.languages.values())
         if row[-1] in languages:
             return [*row[:-1], index]
@@ -106,12 +106,12 @@ class ModelTokenizers:
 
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
-        """Every token as it is written."""
+        """The id of every token, by its spelling."""
         words = ((self.target.token(index), index) for index in range(self.config.output_vocab_size))
         return {word: index for word, index in words if word is not None}
 
     def encode_fields(self, fields: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Fields of a GenerateConfig with text encoded as tokens, and the stop strings, which stay text."""
+        """Fields of a GenerateConfig with text encoded as tokens, and the stop strings, which remain text."""
         encoded, strings = dict(fields), tuple[str, ...]()
         if (stop := encoded.pop("stop", None)) is not None:
             strings, sequences = split_stops(stop)
@@ -120,7 +120,7 @@ class ModelTokenizers:
             encoded["prefix"] = self.encode_beginning(prefix)
         if (logit_bias := encoded.get("logit_bias")) is not None:
             bias: dict[int, float] = {}
-            for word, value in logit_bias.items():  # a token named twice gets both
+            for word, value in logit_bias.items():  # the values of a token named twice add up
                 index = self.token_id(word)
                 bias[index] = bias.get(index, 0.0) + value
             encoded["logit_bias"] = bias
@@ -130,7 +130,7 @@ class ModelTokenizers:
 def resolve_config(
     model: Model, config: GenerateConfig | None, fields: Mapping[str, Any], tokenizers: ModelTokenizers | None = None
 ) -> tuple[GenerateConfig, StopStrings | None]:
-    """A config in which all text is tokens, and the stop strings."""
+    """The config with its text encoded as tokens, and the stop strings, if any."""
     stop, prefix, bias = (fields.get(name) for name in ("stop", "prefix", "logit_bias"))
     words = [prefix, stop, *(stop if isinstance(stop, Sequence) else ()), *(bias or ())]
     if not any(isinstance(word, str) for word in words):
@@ -142,7 +142,7 @@ def resolve_config(
 
 
 def merge_config(model: Model, config: GenerateConfig | None, fields: Mapping[str, Any]) -> GenerateConfig:
-    """A config from fields, or a config with these fields changed; the model's further end tokens are stops."""
+    """A config with the given fields; the model's additional end tokens become stop sequences."""
     if config is None:
         config = GenerateConfig(**fields)
     elif fields:
@@ -152,7 +152,7 @@ def merge_config(model: Model, config: GenerateConfig | None, fields: Mapping[st
 
 
 def split_stops(stop: Stop) -> tuple[tuple[str, ...], list[int | Sequence[int]]]:
-    """The strings, and the tokens and token sequences."""
+    """The stop strings, and the other stops: tokens and token sequences."""
     stops = [stop] if isinstance(stop, str | int) else list(stop)
     if any(isinstance(s, str) and not s for s in stops):
         raise ValueError(f"stop={stop!r} holds an empty string, which would end every text before it starts")
@@ -160,7 +160,7 @@ def split_stops(stop: Stop) -> tuple[tuple[str, ...], list[int | Sequence[int]]]
 
 
 def is_chat(inputs: Any) -> bool:
-    """Whether these are messages: a list of dictionaries."""
+    """Whether the input is a list of messages, which are dictionaries."""
     return isinstance(inputs, list | tuple) and bool(inputs) and all(isinstance(x, Mapping) for x in inputs)
 
 
@@ -177,6 +177,6 @@ def split_special_tokens(tokenizer: Tokenizer, text: str) -> tuple[list[int], li
 
 def _require_tokenizer(tokenizer: Tokenizer | None, purpose: str) -> Tokenizer:
     if tokenizer is None:
-        hint = "load one with a tokenizer.json beside it, or give token ids"
+        hint = "load one with a tokenizer.json next to it, or give token ids"
         raise ValueError(f"this model has no tokenizer for {purpose}: {hint}")
     return tokenizer

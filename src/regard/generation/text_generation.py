@@ -1,4 +1,4 @@
-"""Text in, text out: ``generate``, ``translate``, ``caption``, ``classify`` and ``stream``, for one input or many."""
+"""Text in, text out: ``generate``, ``translate``, ``caption``, ``classify`` and ``stream``, for one or many inputs."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from .speculative import DraftStatistics
 from .stop_conditions import Decode, Finish, StopStrings, decode_after, first_stop_token, stop_prefix_start, text_pieces
 from .text_codec import ModelTokenizers, Stop, is_chat, merge_config, resolve_config, split_stops
 
-Messages = Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]]  # one chat, or several
+Messages = Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]]  # one chat or several
 
 
 @dataclass(frozen=True)
 class GeneratedText:
-    """One text: what is new in it, without what ends it."""
+    """One generated text, without its prompt and without the end token or stop."""
 
     text: str
     score: float  # log P / length penalty, as in ``Hypothesis``
     finish: Finish  # the model's end token, a stop, or the limit
-    tokens: list[int]  # what was generated, a stop string's tokens included, the end token not
-    missing_terms: tuple[str, ...] = ()  # of a glossary: there was no room for them, or no token
+    tokens: list[int]  # the generated tokens, including those of a stop string but not the end token
+    missing_terms: tuple[str, ...] = ()  # glossary terms that did not fit or cannot be encoded
 
     def with_missing(self, terms: Sequence[str]) -> GeneratedText:
-        """The same, which says what of ``terms`` it does not hold."""
+        """A copy whose ``missing_terms`` are those of ``terms`` that the text does not contain."""
         return replace(self, missing_terms=tuple(term for term in terms if term not in self.text))
 
 
 class GeneratedTexts(list[str]):
-    """The best text of each prompt, a list of strings with details. Printed, it is the text."""
+    """The best text of each prompt: a list of strings with details. Printing it prints the texts."""
 
     def __init__(self, n_best: Sequence[list[GeneratedText]], drafted: DraftStatistics | None = None) -> None:
         super().__init__(texts[0].text for texts in n_best)
-        self.n_best = list(n_best)  # for each prompt its texts, best first
-        self.drafted = drafted  # how many guesses of a draft model were accepted, where there was one
+        self.n_best = list(n_best)  # the texts of each prompt, best first
+        self.drafted = drafted  # how many tokens of a draft model were accepted
 
     @property
     def best(self) -> list[GeneratedText]:
@@ -101,22 +101,23 @@ def generate(
     draft_tokens: int = 4,
     **fields: Any,
 ) -> GeneratedTexts | Generated:
-    """What follows a prompt, or what a model with an encoder writes about a source; for one or for several.
+    """Continue one or several prompts, or, with an encoder-decoder, write a target for one or several sources.
 
-    model   a model, or the path of one; so is draft
-    inputs  text, token ids or messages (``[{"role": "user", "content": "…"}]``, which the model's chat template writes
-            as text), or a list of one of them: token ids give ``Generated``, the others ``GeneratedTexts``;
-            pixels (B, C, height, width) or regions (B, R, d_region) where the encoder reads those
-    target  beside an encoder: how the texts begin
-    padding_mask    (B, T), which ids of a padded tensor are real
-    draft   a small model of the same tokens that guesses draft_tokens at a time: the same texts, sooner (greedy only)
-    fields  those of GenerateConfig, instead of a config or on top of it; here ``stop`` may be a string or a list of
-            them, ``prefix`` a string, and ``logit_bias`` may name tokens as they are written
-    Many texts are cut into batches of similar length. No text depends on those beside it.
+    model   a model or its path; the same for draft
+    inputs  text, token ids or messages (``[{"role": "user", "content": "…"}]``, formatted by the model's chat
+            template), or a list of one of these; token ids return ``Generated``, the others ``GeneratedTexts``;
+            for an image encoder pixels (B, C, height, width) or regions (B, R, d_region)
+    target  encoder-decoder: the beginning of the texts
+    padding_mask    (B, T), True at the real tokens of a padded tensor
+    draft   a smaller model with the same tokens that proposes draft_tokens at a time: the same texts, sooner (greedy
+            only)
+    fields  fields of GenerateConfig, instead of a config or on top of it; here ``stop`` may be a string or a list of
+            strings, ``prefix`` a string, and ``logit_bias`` may have tokens as keys, spelled as in the vocabulary
+    Many texts are split into batches of similar length. A text does not depend on the others in its batch.
     """
     model = open_model(model)
     if is_text(inputs) and padding_mask is not None:
-        raise ValueError("padding_mask goes with token ids as a tensor; texts are as long as they are")
+        raise ValueError("padding_mask needs token ids as a tensor; texts have no padding")
     tokenizers = text_tokenizers(model) if is_text(inputs) else ModelTokenizers(model)
     config, strings = resolve_config(model, config, fields, tokenizers)
     beginnings = tokenizers.encode_beginning(target) if isinstance(target, str) else target
@@ -124,7 +125,7 @@ def generate(
     if not is_text(inputs):
         return generate_tokens(model, inputs, config, padding_mask=padding_mask, strings=strings, **options)
     rows = tokenizers.encode_inputs(inputs)
-    if target is not None and not isinstance(target, str):  # one for each text: in one batch, in the order given
+    if target is not None and not isinstance(target, str):  # one per text: one batch keeps them aligned
         generated = generate_tokens(model, rows, config, strings=strings, **options)
         return GeneratedTexts(_decode_texts(generated, tokenizers, strings), generated.drafted)
     return _generate_batches(model, tokenizers, rows, config, strings, options)
@@ -142,27 +143,27 @@ def translate(
     target_language: str | None = None,
     **fields: Any,
 ) -> GeneratedTexts:
-    """The translation of one text or of several, by beam search; beam 4 unless it or a config is given.
+    """Translate one or several texts by beam search, with beam=4 unless a beam or a config is given.
 
-    Without max_new_tokens a translation may be about twice as long as its source. Fields as in ``generate``.
-    glossary  terms and their translations: where a text holds a term, its translation holds the other side, written
-              where that is likeliest (``constrained_search``), scored without a length penalty unless one is given;
-              ``missing_terms`` of a text are those without room
-    source_language, target_language  of models for many languages (mBART, M2M-100, NLLB), as their tokenizer names
-              them: "eng_Latn", or "en"
+    Without max_new_tokens, a translation may be about twice as long as its source. Fields as in ``generate``.
+    glossary  terms and their translations: if a text contains a term, its translation contains the term's translation,
+              placed where it is most likely (``constrained_search``) and scored without a length penalty unless one is
+              given; ``missing_terms`` of a text are those that did not fit
+    source_language, target_language  for multilingual models (mBART, M2M-100, NLLB), named as in their tokenizer:
+              "eng_Latn", or "en"
     """
     model = open_model(model)
     check_can_translate(model)
     glossary = Glossary(glossary) if isinstance(glossary, Mapping) else glossary
     tokenizers = text_tokenizers(model)
-    given = {"beam": beam, "max_new_tokens": max_new_tokens}
-    fields |= {name: value for name, value in given.items() if value is not None}
+    arguments = {"beam": beam, "max_new_tokens": max_new_tokens}
+    fields |= {name: value for name, value in arguments.items() if value is not None}
     by_source = max_new_tokens is None and (config is None or "max_new_tokens" not in config.model_fields_set)
     options: dict[str, Any] = {name: fields.pop(name) for name in ("target", "draft", "draft_tokens") if name in fields}
     options["draft"] = _open_draft(model, options.get("draft"))
     if options["draft"] is None and config is None:
         fields = {"beam": default_beam(fields), **fields}
-    if target_language is not None:  # the first token that is written
+    if target_language is not None:  # the first token of the target
         beginning = tokenizers.encode_beginning(fields.get("prefix") or ())
         fields["prefix"] = (tokenizers.language_id(target_language), *beginning)
     config, strings = resolve_config(model, config, fields, tokenizers)
@@ -176,13 +177,14 @@ def translate(
     if glossary is None:
         return _generate_batches(model, tokenizers, rows, config, strings, options, limits)
     if config.samples or config.groups > 1 or options["draft"] is not None:
-        raise ValueError("glossary=… is for greedy and beam search, not for drawing, groups or a draft")
-    each, encoder = [texts] if isinstance(texts, str) else texts, TermEncoder(tokenizers.target)
-    wanted = [glossary.targets(text) for text in each]
-    terms = [encoder.terms(targets) for targets in wanted]
+        raise ValueError("glossary=… needs greedy or beam search, without sampling, groups or a draft")
+    encoder = TermEncoder(tokenizers.target)
+    required = [glossary.targets(text) for text in ([texts] if isinstance(texts, str) else texts)]
+    terms = [encoder.terms(targets) for targets in required]
     options["in_word"] = encoder.in_word
-    found = _generate_batches(model, tokenizers, rows, config, strings, options, limits, terms).n_best
-    return GeneratedTexts([[x.with_missing(own) for x in best] for best, own in zip(found, wanted, strict=True)])
+    n_best = _generate_batches(model, tokenizers, rows, config, strings, options, limits, terms).n_best
+    pairs = zip(n_best, required, strict=True)
+    return GeneratedTexts([[text.with_missing(targets) for text in best] for best, targets in pairs])
 
 
 def caption(
@@ -194,15 +196,15 @@ def caption(
     max_new_tokens: int | None = None,
     **fields: Any,
 ) -> GeneratedTexts:
-    """The caption of one image or of several: paths, Pillow images, arrays of bytes, or pixels (B, C, h, w).
+    """Caption one or several images: paths, Pillow images, arrays of bytes, or pixels (B, C, height, width).
 
-    By beam search, beam 4 unless it or a config is given; fields as in ``generate``.
+    By beam search, with beam=4 unless a beam or a config is given; fields as in ``generate``.
     """
     model = open_model(model)
     check_can_caption(model)
     tokenizers, pixels = ModelTokenizers(model), image_pixels(model, images)
-    given = {"beam": beam, "max_new_tokens": max_new_tokens}
-    fields |= {name: value for name, value in given.items() if value is not None}
+    arguments = {"beam": beam, "max_new_tokens": max_new_tokens}
+    fields |= {name: value for name, value in arguments.items() if value is not None}
     if config is None:
         max_length = max_text_length(model.config, target=True) - 1
         fields = {"beam": default_beam(fields), "max_new_tokens": max_length, **fields}
@@ -222,9 +224,9 @@ def stream(
     draft_tokens: int = 4,
     **fields: Any,
 ) -> Iterator[str]:
-    """The text of one prompt or source, piece by piece, without end token and stop strings.
+    """The text for one prompt or source, piece by piece, without the end token and stop strings.
 
-    A piece never ends within a character. ``decode`` is the model's own unless given. Fields as in ``generate``.
+    A piece never ends within a character. ``decode`` defaults to the model's tokenizer. Fields as in ``generate``.
     """
     model, draft = open_model(model), None if draft is None else open_model(draft)
     fields |= {} if stop is None else {"stop": stop}
@@ -246,7 +248,7 @@ def stream(
 
 
 def _drop_stop_tokens(tokens: Iterable[int], eos_id: int | None, config: GenerateConfig) -> Iterator[int]:
-    """The tokens without those that end the text: the end token, or a stop sequence, which then comes last."""
+    """The tokens without the end token or the stop sequence that ends them."""
     pending: tuple[int, ...] = ()
     for token in tokens:
         if token == eos_id:
@@ -261,20 +263,20 @@ def _drop_stop_tokens(tokens: Iterable[int], eos_id: int | None, config: Generat
 
 
 def is_text(inputs: Any) -> bool:
-    """Whether these are one or more texts or chats, not token ids or pixels."""
+    """Whether the inputs are texts or chats rather than token ids or pixels."""
     if isinstance(inputs, str) or is_chat(inputs):
         return True
     return isinstance(inputs, list | tuple) and any(isinstance(x, str) or is_chat(x) for x in inputs)
 
 
 def default_beam(fields: Mapping[str, Any]) -> int:
-    """4 as in the paper, unless tokens are to be drawn."""
+    """4 as in the paper, or 1 for sampling."""
     sampling = ("sample", "temperature", "top_k", "top_p", "min_p")
     return 1 if any(fields.get(name) is not None for name in sampling) else 4
 
 
 def text_tokenizers(model: Model) -> ModelTokenizers:
-    """The tokenizers of a model that reads and writes text; others raise."""
+    """The tokenizers of a model that reads and writes text; raises for other models."""
     if model.config.source != "text":
         raise ValueError(f"this model reads source={model.config.source!r}, not text: regard.caption describes images")
     if model.config.architecture == "encoder":
@@ -283,7 +285,7 @@ def text_tokenizers(model: Model) -> ModelTokenizers:
 
 
 def check_texts(model: Model, texts: Sequence[str], truncate: bool = False) -> None:
-    """Raise where one of many texts is too long or empty, before the first of them is written."""
+    """Raise if any of the texts is too long or empty, before the first one is processed."""
     _check_rows(model, text_tokenizers(model).encode_inputs(texts), GenerateConfig(truncate=truncate))
 
 
@@ -320,9 +322,9 @@ def _generate_batches(
     limits: list[int] | None = None,
     terms: Sequence[Sequence[Term]] | None = None,
 ) -> GeneratedTexts:
-    """The texts for rows of ids or for images, in their order; ``limits`` of new tokens, or max_new_tokens for all.
+    """The texts for rows of ids or for images, in their order; ``limits`` override max_new_tokens for each row.
 
-    Rows with as many tokens of ``terms`` are searched together.
+    Rows whose ``terms`` have equally many tokens share a search.
     """
     _check_rows(model, inputs, config)
     limits = [config.max_new_tokens] * len(inputs) if limits is None else limits
@@ -330,12 +332,12 @@ def _generate_batches(
     lengths = [n_patches if isinstance(row, Tensor) else len(row) for row in inputs]
     texts: list[list[GeneratedText]] = [[] for _ in inputs]
     drafted = None
-    sizes = [0] * len(inputs) if terms is None else [sum(term.size for term in own) for own in terms]
-    for batch in _batches(model, config, lengths, limits, sizes):
+    term_sizes = [0] * len(inputs) if terms is None else [sum(term.size for term in row) for row in terms]
+    for batch in _batches(model, config, lengths, limits, term_sizes):
         limited = config.with_(max_new_tokens=limits[batch[0]])
         selected = inputs[batch] if isinstance(inputs, Tensor) else [inputs[index] for index in batch]
-        own = [terms[index] for index in batch] if terms is not None and sizes[batch[0]] else None
-        generated = generate_tokens(model, selected, limited, strings=strings, terms=own, **options)
+        batch_terms = [terms[index] for index in batch] if terms is not None and term_sizes[batch[0]] else None
+        generated = generate_tokens(model, selected, limited, strings=strings, terms=batch_terms, **options)
         for index, hypotheses in zip(batch, _decode_texts(generated, tokenizers, strings), strict=True):
             texts[index] = hypotheses
         if generated.drafted is not None:
@@ -344,11 +346,11 @@ def _generate_batches(
 
 
 def _batches(
-    model: Model, config: GenerateConfig, lengths: list[int], limits: list[int], sizes: list[int]
+    model: Model, config: GenerateConfig, lengths: list[int], limits: list[int], term_sizes: list[int]
 ) -> Iterator[list[int]]:
-    """``length_batches`` of rows with as many tokens of terms, ``sizes``, for which a search takes more beams."""
-    for size in sorted(set(sizes)):
-        rows = [index for index, other in enumerate(sizes) if other == size]
+    """``length_batches`` of rows with equally many tokens in their terms, which determine the number of beams."""
+    for size in sorted(set(term_sizes)):
+        rows = [index for index, other in enumerate(term_sizes) if other == size]
         wide = config.with_(beam=config.beam * (1 + size)) if size else config
         for batch in length_batches(model, wide, [lengths[i] for i in rows], [limits[i] for i in rows]):
             yield [rows[i] for i in batch]
@@ -361,50 +363,51 @@ def _decode_texts(
     texts = []
     for prompt, hypotheses in zip(generated.prompts, generated.hypotheses, strict=True):
         decode, decoded = decode_after(tokenizers.decode, prompt), []
-        for found in hypotheses:
-            text = decode(found.content)
+        for hypothesis in hypotheses:
+            content = hypothesis.content
+            text = decode(content)
             if strings is not None:
-                text = "".join(text_pieces(found.content, decode, strings.strings, strings.n_least))
-            decoded.append(GeneratedText(text, found.score, found.finish, found.content))
+                text = "".join(text_pieces(content, decode, strings.strings, strings.n_least))
+            decoded.append(GeneratedText(text, hypothesis.score, hypothesis.finish, content))
         texts.append(decoded)
     return texts
 
 
 def _check_rows(model: Model, inputs: Rows, config: GenerateConfig) -> None:
-    """Check all inputs before the first batch, so that an error names a text by its number among all."""
+    """Check all inputs before the first batch, so that an error has a text's number among all inputs."""
     checked = read_inputs(model, inputs, config) if len(inputs) else None
     if checked is not None and checked.sources is None:
         check_prompts(checked.rows, model.config, config, "prompt")
 
 
 def _open_draft(model: Model, draft: ModelOrPath | None) -> Model | None:
-    """The draft model, with the tokenizer of the model it guesses for."""
+    """The draft model, which must have the model's tokenizer."""
     if draft is None:
         return None
     draft = open_model(draft)
-    processors = [each.processor for each in (model, draft)]
+    processors = (model.processor, draft.processor)
     ours, theirs = (None if x is None else getattr(x.target or x.source, "content", None) for x in processors)
     if ours is not None and theirs is not None and ours != theirs:
-        raise ValueError("the draft has another tokenizer than the model: it would guess other words")
+        raise ValueError("the draft has a different tokenizer than the model")
     return draft
 
 
 @dataclass(frozen=True)
 class Classified:
-    """The most likely class of one input, the labels that hold, or the predicted number."""
+    """The prediction for one input: its most likely class, its labels, or a number (see problem type)."""
 
-    label: str  # as in a file: of several labels a;b
-    probability: float  # of the likeliest label; of a number, NaN
-    all: dict[str, float]  # every class with its probability, likeliest first
+    label: str  # as in a file: several labels are joined, a;b
+    probability: float  # of the most likely label; NaN for a number
+    all: dict[str, float]  # every class with its probability, most likely first
     labels: tuple[str, ...] = ()
     value: float | None = None
 
 
 def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False, threshold: float = 0.5) -> list[Classified]:
-    """The classes of a text or an image, or of several: text or token ids, or what ``caption`` takes.
+    """Classify one or several texts (text or token ids) or images (as for ``caption``).
 
-    A list of tuples holds pairs of texts. ``truncate`` cuts too long a text short, which is otherwise an error. Where
-    several labels may hold, those do whose probability is above ``threshold``.
+    A list of tuples is a list of text pairs. ``truncate`` shortens texts that are too long, which are errors otherwise.
+    A multi-label model predicts the labels whose probability is above ``threshold``.
     """
     model = open_model(model)
     check_can_classify(model)
@@ -424,7 +427,7 @@ def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False, thresho
 
 
 def _encode_texts(model: Model, inputs: Any, truncate: bool) -> tuple[Any, int | None]:
-    """Token ids of texts or of pairs of them, and the token that separates pairs where the model has segments."""
+    """Token ids of texts or text pairs; for pairs, also the separator token if the model has segments."""
     tokenizers = ModelTokenizers(model)
     if isinstance(inputs, list) and inputs and all(isinstance(x, tuple) and is_text(x) for x in inputs):
         rows, separator = list(tokenizers.source.encode_pairs(inputs)), tokenizers.source.separator_id
@@ -436,27 +439,28 @@ def _encode_texts(model: Model, inputs: Any, truncate: bool) -> tuple[Any, int |
 
 
 def rank_classes(model: Model, logits: Tensor, threshold: float = 0.5) -> list[Classified]:
-    """The classes of each row of logits (N, classes), likeliest first; of several labels those above ``threshold``
-    hold."""
+    """The prediction for each row of logits (N, classes); a multi-label one has the labels above ``threshold``."""
     names, problem_type, results = class_names(model), model.config.problem_type, []
     if problem_type == "regression":
         return [Classified(f"{value:.6g}", math.nan, {}, value=value) for value in logits[:, 0].tolist()]
     is_single = problem_type == "single_label"
     for probabilities in (logits.softmax(-1) if is_single else logits.sigmoid()).tolist():
         ranked = sorted(zip(names, probabilities, strict=False), key=lambda pair: -pair[1])
-        held = tuple(name for name, p in zip(names, probabilities, strict=False) if p > threshold)
-        labels = (ranked[0][0],) if is_single else held
+        above = tuple(name for name, p in zip(names, probabilities, strict=False) if p > threshold)
+        labels = (ranked[0][0],) if is_single else above
         results.append(Classified(";".join(labels), ranked[0][1], dict(ranked), labels))
     return results
 
 
 def check_can_classify(model: Model) -> None:
     """Raise unless the model has a classification head."""
+    if model.config.architecture == "two-tower":
+        raise ValueError("this model needs the names of the classes: --classes NAMES, or regard.zero_shot in Python")
     if model.config.head != "classify":
-        raise ValueError(f"this model has head={model.config.head!r}; only with head='classify' does it know classes")
+        raise ValueError(f"this model has head={model.config.head!r}, but classification needs head='classify'")
 
 
 def class_names(model: Model) -> Sequence[str]:
-    """The names of the classes, by default those that transformers gives them."""
+    """The names of the classes; without names, the default ones of transformers."""
     labels = None if model.processor is None else model.processor.labels
     return labels or [f"LABEL_{index}" for index in range(model.config.n_classes)]

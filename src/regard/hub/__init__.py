@@ -1,4 +1,4 @@
-"""Hugging Face directories to our models and back, as lists of invertible steps."""
+"""Hugging Face model directories as regard models, and back, by lists of invertible steps."""
 
 from .config_diff import behaviour, differences
 from .families import BY_TYPE, FAMILIES
@@ -18,6 +18,7 @@ from .hf_config import (
 from .hf_directory import Directory, Provenance, Weights, write_safetensors
 from .manifest import Manifest
 from .peft_adapter import Adapter, LowRank, is_adapter, write_adapter
+from .sentence_transformers_files import read_embedding, write_embedding
 from .weight_steps import to_ours, to_theirs
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "is_adapter",
     "model_card",
     "read_config",
+    "read_embedding",
     "restore_token_ids",
     "to_ours",
     "to_theirs",
@@ -49,5 +51,6 @@ __all__ = [
     "training_summary",
     "write_adapter",
     "write_config",
+    "write_embedding",
     "write_safetensors",
 ]

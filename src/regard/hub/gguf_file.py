@@ -1,8 +1,8 @@
-"""GGUF, the file format of llama.cpp, Ollama and LM Studio: models of the LLaMA line in one file, written and read.
+"""GGUF, the one-file format of llama.cpp, Ollama and LM Studio: read and write models of the LLaMA line.
 
-A GGUF file is what config.json, model.safetensors and tokenizer.json are together, under other names. Its tensors are
-those of transformers after two more kinds of invertible steps: names, and the order of rows in a LLaMA's queries and
-keys. llama.cpp rotates dimension 2i with 2i + 1 (as Su et al. 2021 do), transformers and we rotate i with i + D/2.
+A GGUF file holds the content of config.json, model.safetensors and tokenizer.json under other names. Its tensors are
+those of transformers after two more invertible steps: renaming, and reordering the rows of a LLaMA's queries and keys.
+llama.cpp rotates dimension 2i with 2i + 1 (as Su et al. 2021 do), transformers and regard rotate i with i + D/2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig, RopeScalingConfig
-from ..errors import BadModelFile
+from ..errors import BadModelFile, first_line
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import base_frequencies, frequencies, original_length
 from ..models import Model
@@ -31,9 +31,9 @@ from .weight_steps import Step, Tensors, matches, to_ours, to_theirs
 
 FloatType = Literal["f32", "f16", "bf16", "q8_0"]
 NAME = "model.gguf"
-_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # of a model_type
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # by model_type
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_FIELDS = {  # of config.json, and the keys below the architecture's name that hold them
+_FIELDS = {  # field of config.json → GGUF keys, without the architecture before them
     "max_position_embeddings": ("context_length",),
     "vocab_size": ("vocab_size",),
     "hidden_size": ("embedding_length",),
@@ -45,24 +45,20 @@ _FIELDS = {  # of config.json, and the keys below the architecture's name that h
     "rms_norm_eps": ("attention.layer_norm_rms_epsilon",),
 }
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-_ROPE_FREQS = "rope_freqs.weight"  # Llama 3: what each pair's frequency is divided by
-_LLAMA3: dict[str, Any] = {
-    "original_max_len": 8192,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}  # of every Llama 3
-_SCALING_FIELDS = {  # what llama.cpp is told of each kind; yarn's other fields have the values of the paper
+_ROPE_FREQS = "rope_freqs.weight"  # Llama 3: the divisor of each RoPE frequency
+_LLAMA3: dict[str, Any] = {"original_max_len": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # all Llama 3
+_SCALING_FIELDS = {  # the fields that a GGUF file can hold; llama.cpp has the paper's values for yarn's other fields
     "linear": {"kind", "factor"},
     "yarn": {"kind", "factor", "original_max_len"},
     "llama3": {"kind", "factor", "original_max_len", "low_freq_factor", "high_freq_factor"},
 }
-_REQUIRED = {"head": "lm", "activation": "swiglu"}  # the only values that llama.cpp has
+_REQUIRED = {"head": "lm", "activation": "swiglu", "gate_limit": None}  # the only values that llama.cpp supports
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
 
 @dataclass(frozen=True)
 class Interleave(Step):
-    """Rows of each of ``n_heads`` heads: theirs in pairs (0, 1), (2, 3) …, ours in halves (0, D/2), (1, D/2 + 1) …"""
+    """Reorder the rows of each head: RoPE pairs (0, 1), (2, 3) … in theirs, (0, D/2), (1, D/2 + 1) … in ours."""
 
     name: str
     n_heads: int
@@ -79,17 +75,17 @@ class Interleave(Step):
 
 
 def gguf_steps(architecture: str, n_heads: int, n_kv_heads: int) -> list[Step]:
-    """From the tensors of a GGUF file to those of transformers."""
-    turned = [("attn_q", n_heads), ("attn_k", n_kv_heads)] if architecture == "llama" else []
+    """The steps from the tensors of a GGUF file to those of transformers."""
+    reordered = [("attn_q", n_heads), ("attn_k", n_kv_heads)] if architecture == "llama" else []
     kinds = ("weight", "bias")
     return [
-        *(Interleave(f"blk.{{i}}.{name}.{kind}", heads) for name, heads in turned for kind in kinds),
+        *(Interleave(f"blk.{{i}}.{name}.{kind}", heads) for name, heads in reordered for kind in kinds),
         *hf.modules(hf.layer_names("gguf")),
     ]
 
 
 def gguf_obstacles(config: ModelConfig) -> list[str]:
-    """Why llama.cpp cannot run a model; empty where it can."""
+    """Why llama.cpp cannot run a model; empty if it can."""
     if config.architecture != "decoder":
         return [f"architecture={config.architecture!r}"]
     written = write_config(config)
@@ -108,16 +104,16 @@ def gguf_obstacles(config: ModelConfig) -> list[str]:
 
 
 def check_gguf(config: ModelConfig) -> None:
-    """Raise where llama.cpp cannot run a model of this config."""
+    """Raise ValueError if llama.cpp cannot run a model of this config."""
     if reasons := gguf_obstacles(config):
         raise ValueError(
-            f"GGUF is for models of the LLaMA line, and this one has {'; '.join(reasons)}; what is trained with "
-            "model=llama-1b, in any size (model.d_model=256 …), is such a model"
+            f"GGUF is for models of the LLaMA line, and this one has {'; '.join(reasons)}; train one with "
+            "model=llama-1b, in any size (model.d_model=256 …)"
         )
 
 
 def require_gguf() -> None:
-    """Raise where the library is not installed."""
+    """Raise ValueError if the gguf package is not installed."""
     try:
         import gguf  # noqa: F401 - is it installed?
     except ImportError:
@@ -131,7 +127,7 @@ def write_gguf(model: Model, path: Path, float_type: FloatType = "f32") -> None:
 
     check_gguf(model.config)
     if any(isinstance(module, Int8Linear) for module in model.modules()):
-        raise ValueError("this model is quantised already; export the model it was made from")
+        raise ValueError("this model is quantised already; export the original model")
     fields = gguf_fields(model)
     tensors = _tensors(model)
     writer = gguf.GGUFWriter(path, fields.pop("general.architecture"))
@@ -150,18 +146,18 @@ def write_gguf(model: Model, path: Path, float_type: FloatType = "f32") -> None:
 
 
 def gguf_fields(model: Model) -> dict[str, Any]:
-    """Everything in the file beside its tensors; ValueError where the tokenizer has no form there."""
+    """The metadata of the file; ValueError if GGUF cannot represent the tokenizer."""
     config, processor = model.config, model.processor
     written = write_config(config).fields
     architecture = _ARCHITECTURES[written["model_type"]]
     record = model.training_record or {}
-    own = {key: written[name] for name, keys in _FIELDS.items() for key in keys}
-    own |= {"rope.freq_base": float(config.rope_base), **_rope_scaling_fields(config)}
+    hyperparameters = {key: written[name] for name, keys in _FIELDS.items() for key in keys}
+    hyperparameters |= {"rope.freq_base": float(config.rope_base), **_rope_scaling_fields(config)}
     fields = {
         "general.architecture": architecture,
         "general.type": "model",
         "general.name": str(record.get("run") or "regard"),
-        **{f"{architecture}.{key}": value for key, value in own.items()},
+        **{f"{architecture}.{key}": value for key, value in hyperparameters.items()},
     }
     if processor is None or (processor.source is None and processor.target is None):
         ids = {f"tokenizer.ggml.{theirs}_token_id": written.get(name) for name, theirs in _TOKEN_IDS.items()}
@@ -171,7 +167,7 @@ def gguf_fields(model: Model) -> dict[str, Any]:
 
 def _rope_scaling_fields(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
-    if scaling is None or scaling.kind == "llama3":  # that one is a tensor
+    if scaling is None or scaling.kind == "llama3":  # llama3 is stored as a tensor
         return {}
     fields: dict[str, Any] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
     if scaling.kind == "yarn":
@@ -193,12 +189,12 @@ def _tensors(model: Model) -> Tensors:
 
 
 def _divisors(scaling: RopeScalingConfig, width: int, base: float, max_len: int) -> Tensor:
-    """What the scaling divides each frequency by (D/2,)."""
+    """The divisor of each RoPE frequency under the scaling (D/2,)."""
     return base_frequencies(width, base) / frequencies(scaling, width, base, max_len).short
 
 
 def _storage(types: Any, x: Tensor, float_type: FloatType) -> Any:
-    """How a tensor is stored. A row that is not whole blocks of 32 numbers cannot be Q8_0."""
+    """The type in which a tensor is stored; Q8_0 needs rows of a multiple of 32."""
     if x.dim() == 1:
         return types.F32
     return types.F16 if float_type == "q8_0" and x.shape[-1] % 32 else types[float_type.upper()]
@@ -219,10 +215,9 @@ def find_gguf(path: str | Path) -> Path | None:
 
 
 class GgufDirectory(Directory):
-    """A GGUF file as the directory it stands for: config.json, tokenizer.json and weights under transformers' names.
+    """A GGUF file presented as a model directory: config.json, tokenizer.json and weights as transformers names them.
 
-    Every type of numbers that the ``gguf`` package can decode is read; what is quantised becomes float32, and half
-    precision stays so.
+    Reads all types that the ``gguf`` package can decode; quantised weights become float32, half precision is kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -241,7 +236,7 @@ class GgufDirectory(Directory):
 
     @property
     def float_type(self) -> str:
-        """What most of the numbers are stored as."""
+        """The type of most tensors."""
         import gguf
 
         kinds = {gguf.LlamaFileType[name].value: float_type for float_type, name in _FILE_TYPES.items()}
@@ -252,16 +247,16 @@ class GgufDirectory(Directory):
         if architecture not in _CLASSES:
             known = ", ".join(_CLASSES)
             raise BadModelFile(f"{self.root} holds a model of architecture {architecture!r}; regard reads {known}")
-        own = {key.removeprefix(f"{architecture}."): value for key, value in self._fields.items()}
-        found = {name: own[keys[0]] for name, keys in _FIELDS.items() if keys[0] in own}
+        values = {key.removeprefix(f"{architecture}."): value for key, value in self._fields.items()}
+        stored = {name: values[keys[0]] for name, keys in _FIELDS.items() if keys[0] in values}
         tokens = self._fields.get("tokenizer.ggml.tokens")
         fields: dict[str, Any] = {
             "model_type": architecture,
             "architectures": [_CLASSES[architecture]],
-            "head_dim": own["embedding_length"] // own["attention.head_count"],
+            "head_dim": values["embedding_length"] // values["attention.head_count"],
             **({} if tokens is None else {"vocab_size": len(tokens)}),
-            **found,
-            "rope_parameters": {"rope_theta": own.get("rope.freq_base", 10000.0), **self._rope_scaling(own)},
+            **stored,
+            "rope_parameters": {"rope_theta": values.get("rope.freq_base", 10000.0), **self._rope_scaling(values)},
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self._tensors,
@@ -269,27 +264,27 @@ class GgufDirectory(Directory):
         fields.setdefault("num_key_value_heads", fields["num_attention_heads"])
         for name, theirs in _TOKEN_IDS.items():
             fields[name] = self._fields.get(f"tokenizer.ggml.{theirs}_token_id")
-        if own.get("expert_count"):
-            raise BadModelFile(f"{self.root} holds a mixture of experts, which regard has not")
+        if values.get("expert_count"):
+            raise BadModelFile(f"{self.root} holds a mixture of experts, which regard does not read from GGUF")
         return fields
 
-    def _rope_scaling(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        kind = own.get("rope.scaling.type", "none")
+    def _rope_scaling(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        kind = values.get("rope.scaling.type", "none")
         if _ROPE_FREQS in self._tensors:
-            return self._llama3_scaling(own)
+            return self._llama3_scaling(values)
         if kind == "none":
             return {"rope_type": "default"}
-        original = own.get("rope.scaling.original_context_length")
-        scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor", 1.0)}
+        original = values.get("rope.scaling.original_context_length")
+        scaling = {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
         return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
 
-    def _llama3_scaling(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The file has divisors only; those of Llama 3 follow from the largest of them."""
-        found = self._numbers(_ROPE_FREQS)
-        width, base = 2 * len(found), own.get("rope.freq_base", 10000.0)
-        scaling = RopeScalingConfig(kind="llama3", factor=round(found.max().item(), 4), **_LLAMA3)
-        if not torch.allclose(found, _divisors(scaling, width, base, 8192), rtol=1e-4):
-            raise BadModelFile(f"{self.root} has a {_ROPE_FREQS} that is not Llama 3's; regard reads no other")
+    def _llama3_scaling(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Llama 3's scaling, recovered from the divisors in the file: its factor is the largest of them."""
+        divisors = self._dequantise(_ROPE_FREQS)
+        width, base = 2 * len(divisors), values.get("rope.freq_base", 10000.0)
+        scaling = RopeScalingConfig(kind="llama3", factor=round(divisors.max().item(), 4), **_LLAMA3)
+        if not torch.allclose(divisors, _divisors(scaling, width, base, 8192), rtol=1e-4):
+            raise BadModelFile(f"{self.root} has a {_ROPE_FREQS} other than Llama 3's, which regard does not read")
         fields = {"factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_len}
         fields |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
         return {"rope_type": "llama3", **fields}
@@ -324,13 +319,13 @@ class GgufDirectory(Directory):
 
         def read() -> Tensors:
             with _bad_gguf_errors(self.root):
-                return to_ours(steps, {name: self._numbers(name) for name in names})
+                return to_ours(steps, {name: self._dequantise(name) for name in names})
 
         with _bad_gguf_errors(self.root):
             layout = to_ours(steps, {name: torch.empty(shapes[name], device="meta") for name in names})
         return Weights(layout, read)
 
-    def _numbers(self, name: str) -> Tensor:
+    def _dequantise(self, name: str) -> Tensor:
         import gguf
 
         tensor = self._tensors[name]
@@ -339,7 +334,7 @@ class GgufDirectory(Directory):
 
 
 def _value(field: Any) -> Any:
-    """A field's value; of a float32 the shortest number that means it, 1e-05 and not 9.99999974e-06."""
+    """The value of a field; a float32 as its shortest representation, 1e-05 instead of 9.99999974e-06."""
     value = field.contents()
     kind = field.types[-1].name if field.types else ""
     return float(str(field.parts[-1][0])) if kind == "FLOAT32" and isinstance(value, float) else value
@@ -347,9 +342,8 @@ def _value(field: Any) -> Any:
 
 @contextmanager
 def _bad_gguf_errors(path: Path) -> Iterator[None]:
-    """Turn what reading a damaged file raises into BadModelFile."""
+    """Turn the exceptions of a damaged file into BadModelFile."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, OSError, RuntimeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BadModelFile(f"{path} cannot be read, it is damaged or no GGUF file: {reason}") from None
+        raise BadModelFile(f"{path} cannot be read, it is damaged or not a GGUF file: {first_line(error)}") from None

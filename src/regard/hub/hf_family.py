@@ -1,6 +1,7 @@
-"""A family: how one kind of foreign config and its tensors become ours, and back.
+"""A family: the translation of one type of Hugging Face config and its tensors to ours, and back.
 
-Also what the encoder families share: fields that only change their name, heads, and the steps for a layer's tensors.
+Also the code that families share: fields and modules that only change their name, heads, and the steps for the tensors
+of a layer. "Theirs" is the Hugging Face side, "ours" is regard's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .weight_steps import Drop, Join, Rename, Step, Tensors, Tie
 
 
 class ForeignFields:
-    """A foreign config.json, read field by field. A value we cannot honour is refused by name, never passed over."""
+    """A Hugging Face config.json, read field by field. An unsupported value raises an error, it is never ignored."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self.fields = fields
@@ -25,30 +26,31 @@ class ForeignFields:
         self.model_type: str = fields.get("model_type", "")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field; a missing one and null both mean the default."""
+        """The value of a field; ``default`` if it is missing or null."""
         value = self.fields.get(name)
         return default if value is None else value
 
     def need(self, name: str) -> Any:
+        """The value of a required field."""
         value = self.fields.get(name)
         if value is None:
             raise ValueError(f"config.json of model_type {self.model_type!r} has no {name!r}")
         return value
 
     def only(self, name: str, *supported: Any) -> None:
-        """Refuse any value but these; the first is also what a missing field means."""
+        """Refuse any value but these; a missing field has the first."""
         value = self.get(name, supported[0])
         if value not in supported:
-            can = " or ".join(repr(x) for x in supported)
-            raise ValueError(f"config.json has {name}={value!r}; regard supports {can} for {self.model_type}")
+            options = " or ".join(repr(x) for x in supported)
+            raise ValueError(f"config.json has {name}={value!r}; regard supports {options} for {self.model_type}")
 
     def token_id(self, name: str) -> int | None:
-        """A token id; of several that may end a text, the first."""
+        """A token id; the first if the field is a list."""
         value = self.get(name)
         return value[0] if isinstance(value, list) and value else value
 
     def activation(self, name: str, default: str) -> str:
-        """An activation under its own name here; never a gated one, for whether there is a gate the family decides."""
+        """Our name of an activation, without a gate: whether there is one depends on the family."""
         value = self.get(name, default)
         ours = OTHER_NAMES.get(value, value)
         if ours not in ACTIVATIONS:
@@ -56,7 +58,7 @@ class ForeignFields:
         return ours
 
     def head(self, heads: dict[str, Any]) -> Any:
-        """Our head for their architecture's class; ``heads`` maps their class names."""
+        """Our head for their class; ``heads`` maps their class names to ours, the first is the default."""
         if self.architecture and self.architecture not in heads:
             raise ValueError(f"config.json has architecture {self.architecture!r}; regard reads {', '.join(heads)}")
         return heads.get(self.architecture, next(iter(heads.values())))
@@ -64,10 +66,9 @@ class ForeignFields:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of the hub.
+    """Translations for one family: ``read`` and ``write`` for configs, ``steps`` for tensors.
 
-    ``read`` and ``write`` translate configs, ``steps`` tensors. A config of ours has a twin in a family exactly when
-    writing and reading it again gives it back; nothing else decides what can be saved as what.
+    A model can be saved as a family if and only if writing its config and reading it back gives the same config.
     """
 
     model_types: tuple[str, ...]
@@ -77,19 +78,18 @@ class Family:
 
 
 def from_our_activation(name: str) -> str:
-    """Our name of an activation as transformers spells it."""
+    """The name of one of our activations in transformers."""
     return "gelu_new" if name == "gelu_tanh" else name
 
 
-NEEDED = object()  # as a default: a config.json without the field is refused
-Fields = Mapping[str, tuple[str, Any]]
-"""Their field → our field, and what a missing one means."""
+NEEDED = object()  # the default of a required field
+Fields = Mapping[str, tuple[str, Any]]  # their field → (our field, its default)
 
 _NAMES = tomllib.loads((files(__package__) / "families" / "names.toml").read_text(encoding="utf-8"))
 
 
 def field_names(*tables: str) -> Fields:
-    """The fields of config.json in some tables of names.toml, later ones before earlier ones."""
+    """The fields of config.json in some tables of names.toml; later tables override earlier ones."""
     fields: dict[str, tuple[str, Any]] = {}
     for theirs, ours in (pair for table in tables for pair in _NAMES[table]["fields"].items()):
         if isinstance(ours, str):
@@ -116,7 +116,7 @@ def read_fields(theirs: ForeignFields, fields: Fields) -> dict[str, Any]:
 
 
 def write_fields(config: ModelConfig, fields: Fields, nulls: bool = False) -> dict[str, Any]:
-    """Their fields. A None of ours is left out, or with ``nulls`` written as the default, be that null."""
+    """Their fields. Our None is left out, or with ``nulls`` written as the field's default, which may be null."""
     values = {name: (getattr(config, ours), default) for name, (ours, default) in fields.items()}
     if nulls:
         return {name: default if value is None else value for name, (value, default) in values.items()}
@@ -124,23 +124,27 @@ def write_fields(config: ModelConfig, fields: Fields, nulls: bool = False) -> di
 
 
 def encoder_classes(*names: str) -> dict[str, str]:
-    """Class names of BERT-like models and our heads for them."""
+    """Class names of BERT-like models → our heads."""
     heads = {"Model": "none", "ForMaskedLM": "masked-lm", "ForSequenceClassification": "classify"}
-    heads |= {"ForTokenClassification": "tag", "ForPreTraining": "masked-lm"}  # of the latter, half of its head
+    heads |= {"ForTokenClassification": "tag", "ForPreTraining": "masked-lm"}  # without its sentence-pair head
+    heads["ForQuestionAnswering"] = "span"
     return {f"{name}{kind}": head for name in names for kind, head in heads.items()}
 
 
 def read_head(theirs: ForeignFields, classes: Mapping[str, str], pooler: str, class_pooler: str) -> dict[str, Any]:
-    """Our fields for their class. A base model has its pooler unless ``has_pooler`` says no.
+    """Our fields for their class. A base model has its pooler unless ``has_pooler`` is false.
 
-    To them that is an argument of a constructor, not a field; they keep ours in their config and make nothing of it.
+    ``has_pooler`` is our addition to config.json: in transformers it is an argument of the constructor, and unknown
+    fields are kept but ignored.
     """
     head = theirs.head(dict(classes))
     if head == "masked-lm":
         return {"head": head, "head_transform": True, "head_bias": True}
+    if head == "span":
+        return {"head": head}
     if head in ("classify", "tag"):
         labels = theirs.get("id2label")
-        n_classes = theirs.get("num_labels", 2) if labels is None else len(labels)
+        n_classes = theirs.get("num_labels", 2 if labels is None else len(labels))  # num_labels overrides id2label
         if head == "tag":
             return {"head": head, "n_classes": n_classes}
         problem_type = theirs.get("problem_type", "regression" if n_classes == 1 else "single_label")
@@ -152,7 +156,7 @@ def read_head(theirs: ForeignFields, classes: Mapping[str, str], pooler: str, cl
 def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any]:
     names = [name for name, head in classes.items() if head == config.head]
     if not names:
-        raise ValueError(f"head={config.head!r} has no class among {', '.join(classes)}")
+        raise ValueError(f"no class has head={config.head!r}; the classes are {', '.join(classes)}")
     fields: dict[str, Any] = {"architectures": names[:1]}
     if config.head in ("classify", "tag"):
         labels = [f"LABEL_{i}" for i in range(config.n_classes)]
@@ -167,7 +171,7 @@ def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any
 
 
 def text_embeddings(prefix: str) -> list[Step]:
-    """BERT's three tables and their norm, and a buffer of position ids that older files have."""
+    """BERT's three embedding tables and their norm; older files also have a buffer of position ids."""
     theirs = f"{prefix}embeddings."
     return [
         Drop(f"{theirs}position_ids"),
@@ -179,53 +183,55 @@ def text_embeddings(prefix: str) -> list[Step]:
 
 
 def modules(names: Mapping[str, str], theirs: str = "", ours: str = "") -> list[Step]:
-    """Weight and bias of each module under its other name."""
+    """Rename the weight and bias of each module."""
     return [Rename(f"{theirs}{a}.{kind}", f"{ours}{b}.{kind}") for a, b in names.items() for kind in ("weight", "bias")]
 
 
 def join_modules(theirs: Sequence[str], ours: str, rows: tuple[int, ...]) -> list[Step]:
-    """Weights and biases of several modules laid one below the other."""
+    """Concatenate the weights, and the biases, of several modules; ``rows`` are their numbers of rows."""
     kinds = ("weight", "bias")
     return [Join(tuple(f"{name}.{kind}" for name in theirs), f"{ours}.{kind}", rows) for kind in kinds]
 
 
 def layer(config: ModelConfig, theirs: str, ours: str, names: Mapping[str, str], qkv: Sequence[str]) -> list[Step]:
-    """A layer's tensors; ``qkv`` are its query, key and value maps."""
+    """The tensors of a layer; ``qkv`` are the names of its query, key and value projections."""
     joins = join_modules([f"{theirs}{x}" for x in qkv], f"{ours}attention.w_qkv", (config.d_model,) * 3)
     return [*modules(names, theirs, ours), *joins]
 
 
 def token_head(config: ModelConfig, table: str, name: str = "lm_head.weight") -> Step:
-    """The matrix of the token logits: the ``table`` unless untied."""
+    """The output matrix: tied to the ``table``, or a tensor of its own."""
     return Tie(name, table) if config.tie_head else Rename(name, "head.weight")
 
 
 def masked_head(config: ModelConfig, table: str, dense: str, norm: str, decoder: str, bias: str) -> list[Step]:
-    """Dense layer, norm, and token logits whose matrix is the ``table`` unless untied.
+    """A masked-token head: dense layer, norm, and an output matrix that is the ``table`` unless untied.
 
-    Some files hold a bias beside the decoder's own. Tied, the two are one; untied, transformers keeps it but reads only
-    the decoder's, except in older files that lack that one.
+    Some files hold a bias besides the decoder's own. If the head is tied, the two are one. If it is untied,
+    transformers keeps both but uses the decoder's, which older files lack.
     """
-    own = f"{decoder}.bias"
-    second: list[Step] = []
-    if bias != own:
-        second = [Tie(own, bias) if config.tie_head else Tie(bias, own, checked=False, written=True)]
+    decoder_bias = f"{decoder}.bias"
+    second_bias: list[Step] = []
+    if bias != decoder_bias:
+        second_bias = [
+            Tie(decoder_bias, bias) if config.tie_head else Tie(bias, decoder_bias, checked=False, written=True)
+        ]
     return [
-        *second,
+        *second_bias,
         token_head(config, table, f"{decoder}.weight"),
-        Rename(bias if config.tie_head else own, "head.bias"),
+        Rename(bias if config.tie_head else decoder_bias, "head.bias"),
         *modules({dense: "head.transform", norm: "head.norm"}),
     ]
 
 
 def drop_modules(*names: str) -> list[Step]:
-    """What a file may hold that this class does not have: the other head of a pretraining."""
+    """Drop modules that a file may hold but this class does not have, such as the other head of pretraining."""
     return [Drop(f"{name}.{kind}") for name in names for kind in ("weight", "bias")]
 
 
 @dataclass(frozen=True)
 class OldEnding(Step):
-    """An ending that older files have for a newer one (TensorFlow's gamma and beta); the newer one is written."""
+    """Replace a suffix of older files (TensorFlow's gamma and beta) by the current one, which is also written."""
 
     old: str
     new: str

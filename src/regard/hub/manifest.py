@@ -1,4 +1,4 @@
-"""The SHA-256 of every file in a directory, written last. One flipped bit in a tensor loads silently; not past this."""
+"""manifest.json: size and SHA-256 of every file in a directory, written last, so that damaged files do not load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Entry:
-    """What a file must be."""
+    """Size and checksum of a file."""
 
     size: int
     sha256: str
@@ -28,27 +28,24 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a directory and what each must be; by name, "/" between folders.
+    """The files of a directory with their sizes and checksums."""
 
-    ``training``: which run and step the weights are of, its data, metrics, command and versions; None where unknown.
-    """
-
-    files: Mapping[str, Entry]
-    training: Mapping[str, Any] | None = None
+    files: Mapping[str, Entry]  # by path relative to the directory, with "/" between folders
+    training: Mapping[str, Any] | None = None  # the training record of the weights; None if unknown
 
     @classmethod
     def of(cls, root: Path, training: Mapping[str, Any] | None = None) -> Manifest:
-        """Read every file there is and take its checksum."""
+        """The manifest of all files below a directory, which are read for their checksums."""
         return cls.of_files(root, (name for name in sorted(file_names(root)) if name != NAME), training)
 
     @classmethod
     def of_files(cls, root: Path, names: Iterable[str], training: Mapping[str, Any] | None = None) -> Manifest:
-        """The same of some of a directory's files."""
+        """The manifest of the named files of a directory."""
         return cls({name: _entry(root / name) for name in names}, training)
 
     @classmethod
     def read(cls, root: Path) -> Manifest | None:
-        """The manifest a directory has; None where it has none."""
+        """Read the manifest of a directory; None if it has none."""
         if not (root / NAME).exists():
             return None
         text = resolve_inside(root, NAME).read_bytes()
@@ -58,13 +55,16 @@ class Manifest:
             ) and is_training_record(rest.get("training")):
                 manifest = cls({name: Entry(**entry) for name, entry in files.items()}, rest.get("training"))
             case _:
-                raise BadModelFile(f"{root / NAME} is not a manifest of regard's")
-        if text not in (manifest.text(), manifest.text(digest=False)):  # so that not a bit of it can change unseen
-            raise BadModelFile(f"{root / NAME} is damaged: it is not written as regard writes it")
+                raise BadModelFile(f"{root / NAME} is not a manifest written by regard")
+        if text not in (manifest.text(), manifest.text(digest=False)):  # detects any change, even of whitespace
+            raise BadModelFile(f"{root / NAME} is damaged: its text differs from what regard writes")
         return manifest
 
     def text(self, *, digest: bool = True) -> bytes:
-        """manifest.json; ``digest``: with the SHA-256 of the training record, which older versions did not write."""
+        """The content of manifest.json.
+
+        digest  with the SHA-256 of the training record, which older versions did not write
+        """
         files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(self.files.items())}
         training: dict[str, Any] = {} if self.training is None else {"training": self.training}
         if training and digest:
@@ -75,7 +75,7 @@ class Manifest:
         write_atomic(root / NAME, self.text())
 
     def check(self, root: Path) -> None:
-        """Raise BadModelFile, naming every file that is missing or is not the one that was written."""
+        """Raise BadModelFile with a list of all files that are missing or changed."""
         faults = []
         for name, entry in self.files.items():
             path = resolve_inside(root, name)
@@ -86,30 +86,33 @@ class Manifest:
             elif _entry(path) != entry:
                 faults.append(f"{name} has another SHA-256")
         if faults:
-            raise BadModelFile(f"{root} is not what its {NAME} says: {'; '.join(faults)}")
+            raise BadModelFile(f"{root} does not match its {NAME}: {'; '.join(faults)}")
 
 
 def file_names(root: Path) -> Iterator[str]:
-    """Every file below a directory."""
+    """The paths of all files below a directory, relative to it."""
     return (path.relative_to(root).as_posix() for path in root.rglob("*") if not path.is_dir())
 
 
 def check_replaceable(target: Path, doing: str) -> None:
-    """Refuse to replace a directory that holds files not written by regard: they would be deleted."""
+    """Raise FileExistsError if replacing a directory would delete files that regard did not write.
+
+    doing  the operation, for the message: "saving", "exporting"
+    """
     if not target.exists():
         return
     if not target.is_dir():
-        raise FileExistsError(f"{target} is a file; {doing} a model makes a directory")
+        raise FileExistsError(f"{target} is a file; {doing} needs a directory")
     try:
         manifest = Manifest.read(target)
     except BadModelFile:
         manifest = None
-    known = set() if manifest is None else {*manifest.files, NAME}
-    strange = sorted(set(file_names(target)) - known)
-    if strange:
-        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
+    listed = set() if manifest is None else {*manifest.files, NAME}
+    foreign = sorted(set(file_names(target)) - listed)
+    if foreign:
+        more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise FileExistsError(
-            f"{target} holds {', '.join(strange[:3])}{more}, not written by regard; {doing} there would delete it"
+            f"{target} holds {', '.join(foreign[:3])}{more}, not written by regard; {doing} there would delete it"
         )
 
 
@@ -121,7 +124,7 @@ def _is_entry(value: object) -> bool:
 
 
 def is_training_record(value: object) -> bool:
-    """Whether it says where a model's weights came from, all in the types that cards and manifests show."""
+    """Whether a value is a training record (or None), with the types that cards and manifests rely on."""
     match value:
         case {
             "run": str(),

@@ -1,8 +1,8 @@
-"""Low-rank additions (LoRA, Hu et al. 2022) as directories of the ``peft`` package: adapter_config.json and
-adapter_model.safetensors, under the names that transformers gives the layers of the model they belong to.
+"""LoRA adapters (Hu et al. 2022) in the format of the ``peft`` package: a directory with adapter_config.json and
+adapter_model.safetensors, in which layers have the names of transformers.
 
-One layer there may hold several of our matrices, each with additions of its own (GPT-2's c_attn: q, k and v). Side by
-side they are one addition of the ranks' sum: W + s [B₁ 0; 0 B₂] [A₁; A₂].
+One layer of transformers may hold several of our matrices, each with its own low-rank addition (GPT-2's c_attn: q, k
+and v). Together they are one addition whose rank is the sum of the ranks: W + s [B₁ 0; 0 B₂] [A₁; A₂].
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .weight_steps import Tensors, to_ours, to_theirs
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_MOST_ROWS = 2**40
+_MAX_ROWS = 2**40
 _TASK_TYPES = {
     ("decoder", "lm"): "CAUSAL_LM",
     ("encoder-decoder", "lm"): "SEQ_2_SEQ_LM",
@@ -36,7 +36,7 @@ _TASK_TYPES = {
 
 
 class LowRank(NamedTuple):
-    """An addition to some rows of a layer's weight: scale · b a."""
+    """A low-rank addition to some rows of a layer's weight: scale · b a."""
 
     rows: slice
     a: Tensor  # (r, d_in)
@@ -52,9 +52,11 @@ def write_adapter(
     whole: Collection[str],
     base: str,
 ) -> None:
-    """Write the additions to ``layers``, and the parameters named in ``whole`` as they are in ``model``.
+    """Write an adapter of ``model``.
 
-    ``base`` is the directory of the model that everything else is in.
+    layers  the low-rank additions to each layer
+    whole   names of parameters that are written in full
+    base    the directory of the model that the adapter belongs to
     """
     from safetensors.torch import save_file
 
@@ -62,8 +64,8 @@ def write_adapter(
     ranks: dict[str, int] = {}
     whole_modules: set[str] = set()
     is_transposed = False
-    theirs, places = _their_places(model, [*(f"{layer}.weight" for layer in layers), *whole])
-    for name, (our_name, rows, transposed) in places.items():
+    theirs, sources = _source_rows(model, [*(f"{layer}.weight" for layer in layers), *whole])
+    for name, (our_name, rows, transposed) in sources.items():
         module = name.rpartition(".")[0]
         if our_name in whole:
             tensors[f"{_PREFIX}{name}"] = theirs[name].cpu().contiguous()
@@ -72,7 +74,7 @@ def write_adapter(
         inside = [x for x in layers[our_name.removesuffix(".weight")] if rows.start <= x.rows.start < rows.stop]
         if inside:
             is_transposed |= transposed
-            tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"] = _side_by_side(inside, rows)
+            tensors[f"{_PREFIX}{module}{_A}"], tensors[f"{_PREFIX}{module}{_B}"] = _combine(inside, rows)
             ranks[module] = sum(len(x.a) for x in inside)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     fsync(folder / WEIGHTS)
@@ -90,32 +92,32 @@ def write_adapter(
     write_atomic(folder / CONFIG, to_json(fields))
 
 
-class _Place(NamedTuple):
-    """Which rows of which of our tensors one of theirs holds."""
+class _SourceRows(NamedTuple):
+    """The rows of one of our tensors that one of theirs consists of."""
 
     our_name: str
     rows: slice
     transposed: bool
 
 
-def _their_places(model: Model, our_names: Sequence[str]) -> tuple[Tensors, dict[str, _Place]]:
-    """All tensors in their names, and where those come from that hold our named ones."""
+def _source_rows(model: Model, our_names: Sequence[str]) -> tuple[Tensors, dict[str, _SourceRows]]:
+    """All tensors under their names, and for those made of the named ones, the rows that they consist of."""
     steps, state = write_config(model.config).steps, {name: x.detach() for name, x in model.state_dict().items()}
-    # Row numbers in place of the numbers: what the steps do to names and rows can then be read off.
+    # Row numbers instead of weights go through the steps, and so show where each row ends up.
     numbers = {}
     for index, name in enumerate(our_names):
-        rows = torch.arange(len(state[name])) + index * _MOST_ROWS
+        rows = torch.arange(len(state[name])) + index * _MAX_ROWS
         numbers[name] = rows.view(-1, *[1] * (state[name].dim() - 1))
-    places = {}
+    sources = {}
     for name, x in to_theirs(steps, {**state, **numbers}).items():
         if x.dtype == torch.int64:
-            index, start = divmod(int(x.flatten()[0]), _MOST_ROWS)
+            index, start = divmod(int(x.flatten()[0]), _MAX_ROWS)
             transposed = x.dim() == 2 and x.shape[0] == 1 < x.shape[1]
-            places[name] = _Place(our_names[index], slice(start, start + x.numel()), transposed)
-    return to_theirs(steps, state), places
+            sources[name] = _SourceRows(our_names[index], slice(start, start + x.numel()), transposed)
+    return to_theirs(steps, state), sources
 
 
-def _side_by_side(parts: Sequence[LowRank], rows: slice) -> tuple[Tensor, Tensor]:
+def _combine(parts: Sequence[LowRank], rows: slice) -> tuple[Tensor, Tensor]:
     """A (Σr, d_in) and B (rows, Σr) of several additions to one matrix."""
     a = torch.cat([x.a.detach().cpu() for x in parts])
     b, end = a.new_zeros(rows.stop - rows.start, len(a)), 0
@@ -126,10 +128,10 @@ def _side_by_side(parts: Sequence[LowRank], rows: slice) -> tuple[Tensor, Tensor
 
 
 def _target_modules(modules: Collection[str], theirs: Tensors) -> list[str]:
-    """The last parts of the names, as people write them, where they mean these modules and no other."""
-    everything = {name.removesuffix(".weight") for name in theirs if name.endswith(".weight")}
+    """The last components of the names, as is usual, if they select exactly these modules; otherwise the full names."""
+    all_modules = {name.removesuffix(".weight") for name in theirs if name.endswith(".weight")}
     last = {module.rpartition(".")[2] for module in modules}
-    exact = {x for x in everything if x.rpartition(".")[2] in last} == set(modules)
+    exact = {x for x in all_modules if x.rpartition(".")[2] in last} == set(modules)
     return sorted(last if exact and not any(x.isdigit() for x in last) else modules)
 
 
@@ -139,7 +141,7 @@ def _task_type(config: ModelConfig) -> str | None:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter's directory holds."""
+    """The content of an adapter directory."""
 
     root: Path
     fields: Mapping[str, Any]
@@ -161,24 +163,24 @@ class Adapter:
 
     @property
     def base(self) -> Path:
-        """The model's directory: as written, or from the adapter's own place."""
+        """The directory of the base model; a relative path may start at the working or the adapter's directory."""
         name = str(self.fields.get("base_model_name_or_path") or "")
         for path in (Path(name), self.root / name):
             if name and path.is_dir():
                 return path
         where = f"{self.root / CONFIG} has base_model_name_or_path={name!r}"
-        raise BadModelFile(f"{where}, which is no local directory: write there where the model lies")
+        raise BadModelFile(f"{where}, which is not a local directory: set it to the path of the base model")
 
     def _scale(self, module: str, rank: int) -> float:
-        """α / r, or α / √r where the config says so."""
+        """α / r, or α / √r with ``use_rslora``."""
         patterns = self.fields.get("alpha_pattern") or {}
         matching = (x for name, x in patterns.items() if f".{module}".endswith(f".{name}"))
-        alpha = next(matching, self.fields.get("lora_alpha", 8))  # peft's own default
+        alpha = next(matching, self.fields.get("lora_alpha", 8))  # peft's default
         return float(alpha) / (rank**0.5 if self.fields.get("use_rslora") else rank)
 
     @torch.no_grad()
     def add_to(self, model: Model) -> None:
-        """Add B A to the model's weights, in place, in double precision rounded once; replace what is kept whole."""
+        """Add s B A to the model's weights in place, in double precision rounded once; replace those stored whole."""
         steps = write_config(model.config).steps
         theirs = to_theirs(steps, {name: x.detach().clone() for name, x in model.state_dict().items()})
         for name, x in self.tensors.items():
@@ -199,15 +201,18 @@ class Adapter:
         model.load_state_dict(to_ours(steps, theirs))
 
     def _find(self, name: str, theirs: Tensors) -> str:
-        """The tensor of that name, also where one of the two is named without the model around its layers."""
-        near = [each for each in theirs if f".{each}".endswith(f".{name}") or f".{name}".endswith(f".{each}")]
-        if name not in theirs and len(near) != 1:
+        """The tensor of that name, or the only one whose name differs by a prefix."""
+        if name in theirs:
+            return name
+        similar = [each for each in theirs if f".{each}".endswith(f".{name}") or f".{name}".endswith(f".{each}")]
+        if len(similar) != 1:
             raise BadModelFile(f"{self.root / WEIGHTS} is for another model: {self.base} has no {name}")
-        return name if name in theirs else near[0]
+        return similar[0]
 
-    def _fit(self, name: str, x: Tensor, place: Tensor) -> Tensor:
-        if x.shape != place.shape:
-            shapes = f"{tuple(x.shape)} there and {tuple(place.shape)} in {self.base}"
+    def _fit(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
+        """``x``, which must have the shape of the ``weight``."""
+        if x.shape != weight.shape:
+            shapes = f"{tuple(x.shape)} there and {tuple(weight.shape)} in {self.base}"
             raise BadModelFile(f"{self.root / WEIGHTS} is for another model: {name} gives {shapes}")
         return x
 

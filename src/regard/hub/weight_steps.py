@@ -1,7 +1,7 @@
-"""Invertible steps between a foreign state dict and ours.
+"""Invertible steps between a Hugging Face state dict and ours.
 
-A family has a list of them: loading applies it, saving undoes it in reverse order. Names are patterns:
-``h.{i}.ln_1.weight`` stands for that tensor of every layer; placeholders match whole numbers.
+Each family has a list of them: loading applies them in order, saving undoes them in reverse. Names are patterns:
+``h.{i}.ln_1.weight`` stands for that tensor in every layer; placeholders match whole numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Step:
         raise NotImplementedError
 
     def undo(self, tensors: Tensors) -> Tensors:
-        """Ours → theirs; by default nothing is written back."""
+        """Ours → theirs; by default unchanged."""
         return tensors
 
 
@@ -57,12 +57,12 @@ class Rename(Step):
 
 @dataclass(frozen=True)
 class Transpose(Step):
-    """A matrix stored the other way round (GPT-2's Conv1D keeps (in, out), a Linear (out, in))."""
+    """Transpose a matrix, or that of each expert (GPT-2's Conv1D stores (in, out), a Linear (out, in))."""
 
     name: str
 
     def apply(self, tensors: Tensors) -> Tensors:
-        return {name: x.T.contiguous() if matches(name, self.name) else x for name, x in tensors.items()}
+        return {name: x.mT.contiguous() if matches(name, self.name) else x for name, x in tensors.items()}
 
     def undo(self, tensors: Tensors) -> Tensors:
         return self.apply(tensors)
@@ -70,7 +70,7 @@ class Transpose(Step):
 
 @dataclass(frozen=True)
 class Reshape(Step):
-    """The same numbers under another shape (a bias kept as one row of a matrix)."""
+    """Change a tensor's shape (a bias stored as a matrix of one row)."""
 
     name: str
     theirs: tuple[int, ...]
@@ -85,7 +85,7 @@ class Reshape(Step):
 
 @dataclass(frozen=True)
 class Join(Step):
-    """Several tensors laid one below the other into one (q, k and v into w_qkv); ``sizes`` are their rows."""
+    """Concatenate several tensors along their rows (q, k and v to w_qkv); ``sizes`` are their numbers of rows."""
 
     theirs: tuple[str, ...]
     ours: str
@@ -111,8 +111,23 @@ class Join(Step):
 
 
 @dataclass(frozen=True)
+class SplitRows(Step):
+    """Split one tensor along its rows into several (a fused q, k and v): the inverse of ``Join``."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def apply(self, tensors: Tensors) -> Tensors:
+        return Join(self.ours, self.theirs, self.sizes).undo(tensors)
+
+    def undo(self, tensors: Tensors) -> Tensors:
+        return Join(self.ours, self.theirs, self.sizes).apply(tensors)
+
+
+@dataclass(frozen=True)
 class StackExperts(Step):
-    """A matrix of each expert {e} as one tensor (E, rows, columns); several of one expert lie one below the other."""
+    """Stack the matrices of all experts {e} to (E, rows, columns); several of one expert are concatenated first."""
 
     theirs: tuple[str, ...]
     ours: str
@@ -124,11 +139,13 @@ class StackExperts(Step):
             match = _regex(self.theirs[0]).fullmatch(name)
             if match is None or match["e"] != "0":
                 continue
-            places = [match.groupdict() | {"e": e} for e in range(self.n_experts)]
-            names = [[pattern.format(**place) for pattern in self.theirs] for place in places]
-            if all(one in tensors for own in names for one in own):
-                parts = [torch.cat([out.pop(one) for one in own]) for own in names]
-                out[self.ours.format(**match.groupdict())] = torch.stack(parts)
+            indices = match.groupdict()
+            by_expert = [
+                [pattern.format(**indices | {"e": e}) for pattern in self.theirs] for e in range(self.n_experts)
+            ]
+            if all(name in tensors for names in by_expert for name in names):
+                parts = [torch.cat([out.pop(name) for name in names]) for names in by_expert]
+                out[self.ours.format(**indices)] = torch.stack(parts)
         return out
 
     def undo(self, tensors: Tensors) -> Tensors:
@@ -138,42 +155,48 @@ class StackExperts(Step):
             if match is None or x.dim() != 3:
                 continue
             del out[name]
-            for e, own in enumerate(x):
-                for pattern, part in zip(self.theirs, own.chunk(len(self.theirs)), strict=True):
+            for e, matrix in enumerate(x):
+                for pattern, part in zip(self.theirs, matrix.chunk(len(self.theirs)), strict=True):
                     out[pattern.format(**match.groupdict(), e=e)] = part.contiguous()
         return out
 
 
 @dataclass(frozen=True)
 class HeadsTogether(Step):
-    """Rows stored head by head, (q, k, v) of each, as all queries, then all keys, then all values (GPT-NeoX)."""
+    """Reorder rows stored head by head, (q, k, v) of each, to all queries, all keys, all values (GPT-NeoX).
+
+    Likewise for other ``parts`` and axes: interleaved gate and up neurons to all gates, then all ups (gpt-oss).
+    """
 
     name: str
     n_heads: int
+    parts: int = 3
+    axis: int = 0
 
     def apply(self, tensors: Tensors) -> Tensors:
-        return {
-            name: self._swap(x, (self.n_heads, 3)) if matches(name, self.name) else x for name, x in tensors.items()
-        }
+        return self._swap(tensors, (self.n_heads, self.parts))
 
     def undo(self, tensors: Tensors) -> Tensors:
-        return {
-            name: self._swap(x, (3, self.n_heads)) if matches(name, self.name) else x for name, x in tensors.items()
-        }
+        return self._swap(tensors, (self.parts, self.n_heads))
 
-    @staticmethod
-    def _swap(x: Tensor, sizes: tuple[int, int]) -> Tensor:
-        return x.unflatten(0, (*sizes, -1)).transpose(0, 1).flatten(0, 2).contiguous()
+    def _swap(self, tensors: Tensors, sizes: tuple[int, int]) -> Tensors:
+        a = self.axis
+        return {
+            name: x.unflatten(a, (*sizes, -1)).transpose(a, a + 1).flatten(a, a + 2).contiguous()
+            if matches(name, self.name)
+            else x
+            for name, x in tensors.items()
+        }
 
 
 @dataclass(frozen=True)
 class Tie(Step):
-    """A second name for a tensor that we keep once; a file may hold both or either of the two."""
+    """A second name of a tensor that we store once; a file may hold either name or both."""
 
-    theirs: str
+    theirs: str  # the second name
     kept: str
-    checked: bool = True  # both must hold the same numbers
-    written: bool = False  # saving writes a copy under the second name too
+    checked: bool = True  # both must be equal
+    written: bool = False  # saving also writes a copy under the second name
 
     def apply(self, tensors: Tensors) -> Tensors:
         out = dict(tensors)
@@ -184,8 +207,8 @@ class Tie(Step):
         if self.checked and first is not second and not second.is_meta and not torch.equal(first, second):
             names = f"{self.theirs} and {self.kept}"
             if self.written:
-                raise ValueError(f"{names} hold different numbers; regard has one table for both texts")
-            raise ValueError(f"{names} are tied by the config, but hold different numbers")
+                raise ValueError(f"{names} differ; regard has one table for source and target")
+            raise ValueError(f"{names} are tied by the config, but differ")
         return out
 
     def undo(self, tensors: Tensors) -> Tensors:
@@ -194,7 +217,7 @@ class Tie(Step):
 
 @dataclass(frozen=True)
 class Drop(Step):
-    """A buffer that the model makes itself (a causal mask, position ids); nothing is written back."""
+    """Drop a buffer that the model computes itself (a causal mask, position ids); it is not written back."""
 
     name: str
 
@@ -204,7 +227,7 @@ class Drop(Step):
 
 @dataclass(frozen=True)
 class Fill(Step):
-    """A tensor of one constant that we do without (a bias of zeros); any other value there is refused."""
+    """A constant tensor that we do not store (a bias of zeros); any other value is refused."""
 
     name: str
     shape: tuple[int, ...]
@@ -214,7 +237,7 @@ class Fill(Step):
         out = dict(tensors)
         constant = out.pop(self.name, None)
         if constant is not None and not bool((constant == self.value).all()):
-            raise ValueError(f"{self.name} should be {self.value} throughout by the config, but is not")
+            raise ValueError(f"every element of {self.name} must be {self.value} according to the config")
         return out
 
     def undo(self, tensors: Tensors) -> Tensors:
@@ -231,6 +254,6 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def translate(name: str, pattern: str, other: str) -> str | None:
-    """``name``, which matches ``pattern``, as ``other`` would write it; None when it does not match."""
+    """``name`` rewritten from ``pattern`` to the pattern ``other``; None if it does not match."""
     match = _regex(pattern).fullmatch(name)
     return None if match is None else other.format(**match.groupdict())

@@ -1,1 +1,1 @@
-"""Kernels written in Triton, each beside a readable reference elsewhere. A file here is imported only where it runs."""
+"""Triton kernels. Each has a readable reference elsewhere; the modules are imported only where a kernel is launched."""

@@ -5,9 +5,9 @@
 
     dq_i = Σ_j dS_ij w (1 - tanh²)    dk_j = Σ_i dS_ij w (1 - tanh²)    dw = Σ_ij dS_ij tanh
 
-A tile of queries × keys is summed over E one hidden unit at a time, so that nothing of size T · S · E exists; q and k
-are read transposed, (B, H, E, T). The bound is the tanh unit: one tanh a number forward, two backward.
-``attention.mechanisms.Additive`` is the readable form.
+A tile of queries × keys is summed over E one hidden unit at a time, so that no tensor of size T · S · E exists; q and k
+are read transposed, (B, H, E, T). The speed is limited by tanh, of which each term takes one forward and two backward.
+``attention.mechanisms.Additive`` is the reference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK, _WARPS = (32, 4) if INTERPRETED else (64, 4)
 
 @triton.jit
 def _tanh(x, FAST: tl.constexpr):
-    """FAST: the hardware's, with a relative error of 2⁻¹¹, below half precision's."""
+    """FAST: the hardware instruction, whose relative error of 2⁻¹¹ is below that of half precision."""
     if FAST:
         y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -53,7 +53,7 @@ def _forward(
     DV: tl.constexpr, LENGTHS: tl.constexpr, DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, DROPOUT: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Program (b · H + h, block of queries from the last)."""
+    """Program (b · H + h, block of queries from the last): output and lse."""
     head, block = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, m0 = head // N_HEADS, head % N_HEADS, block * BLOCK
     t, f = m0 + tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
@@ -92,11 +92,11 @@ def _forward(
         values = tl.load(v_at + j[:, None].to(tl.int64) * v_s, mask=mask, other=0.0)
         mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
         top = higher
-    blind = total == 0.0
-    mixed = mixed / tl.where(blind, 1.0, total)[:, None]
+    is_empty = total == 0.0
+    mixed = mixed / tl.where(is_empty, 1.0, total)[:, None]
     o_at = out + (head * n_rows + t[:, None]) * DV + f[None, :]
     tl.store(o_at, mixed.to(out.dtype.element_ty), mask=(t < n_rows)[:, None] & (f < DV)[None, :])
-    norm = tl.where(blind, float("inf"), (top + tl.log2(tl.where(blind, 1.0, total))) * LN_2)
+    norm = tl.where(is_empty, float("inf"), (top + tl.log2(tl.where(is_empty, 1.0, total))) * LN_2)
     tl.store(lse + head * n_rows + t, norm, mask=t < n_rows)
 
 
@@ -239,7 +239,7 @@ def additive_backward(
 
 @additive_backward.register_fake
 def _(d_out: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, w: Tensor, *rest: Any) -> Any:
-    # On the device the first two are transposes of (B, H, E, T).
+    # The kernel's d_q and d_k are transposed views of (B, H, E, T).
     return q.mT.contiguous().mT, k.mT.contiguous().mT, torch.empty_like(v).contiguous(), torch.empty_like(w)
 
 
@@ -257,7 +257,7 @@ additive_forward.register_autograd(_backward_of_op, setup_context=_setup)
 
 
 def additive_attention(q: Tensor, k: Tensor, v: Tensor, w: Tensor, o: Options) -> Tensor:
-    """Attention with scores w · tanh(q + k) of q (B, H, T, E), k (B, H, S, E) over v (B, G, S, DV); only masks of o."""
+    """Attention with scores w · tanh(q + k) for q (B, H, T, E), k (B, H, S, E), v (B, G, S, DV); o may have no bias."""
     masks = o.lengths, o.q_docs, o.k_docs, o.row_plan, o.bits, o.seed
     out, _ = additive_forward(q, k, v, w, *masks, o.offset, o.left, o.right, o.dropout, o.plan)
     return out

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""What the attention kernels share: a tile's scores, its mask and dropout, and which blocks a walk visits.
+"""Code shared by the attention kernels: the scores, mask and dropout of a tile, and the blocks that a walk visits.
 
-Row t stands at key position t + offset and sees keys t + offset - left … t + offset + right, before ``key_end``, of
-its own document, in the tiles of a sparse plan. A walk has phases, so that only blocks at the edge of the mask evaluate
-it: "clear" blocks are seen whole and, with a table, lie beyond its reach, where its value is one number.
+Row t is at key position t + offset and may attend to keys t + offset - left … t + offset + right that are before
+``key_end``, in its own document, and in a tile of the sparse plan. A walk has phases, so that the mask is evaluated
+only in "edge" blocks: a "clear" block is fully visible and, with a table, beyond its reach, where the bias is constant.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import os
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, operation by operation: small tiles
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter on a CPU, for which tiles are small
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-# Finite, so that a row that has seen nothing gives exp2(-inf - m) = 0 and not NaN.
+# The initial running maximum m; finite, so that a fully masked row gives exp2(-inf - m) = 0 and not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
-STRIP_ROWS: tl.constexpr = tl.constexpr(32 if INTERPRETED else 128)  # the largest block of queries or keys with a table
+STRIP_ROWS: tl.constexpr = tl.constexpr(32 if INTERPRETED else 128)  # largest block of queries or keys with a table
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def tanh(x):
 
 @triton.jit
 def _mix(x):
-    """``attention.reference._mix`` in 32 bits: only the low 31 are kept."""
+    """``attention.reference._mix`` in 32 bits, of which the low 31 are kept."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0x7FFFFFFF
     x = ((x ^ (x >> 15)) * 0x6C8E9CF5) & 0x7FFFFFFF
     return x ^ (x >> 16)
@@ -37,7 +37,7 @@ def _mix(x):
 
 @triton.jit
 def keep_tile(seed, b, h, t, j, threshold):
-    """Which weights dropout keeps: ``attention.reference.dropout_tile``'s function of (seed, b, h, row, column)."""
+    """Which weights dropout keeps: ``attention.reference.dropout_tile`` for rows t and columns j."""
     start = (tl.load(seed) & 0x7FFFFFFF).to(tl.uint32)
     head = _mix(_mix(start + b.to(tl.uint32)) + h.to(tl.uint32))
     return _mix(_mix(head + t.to(tl.uint32)) ^ _mix(j.to(tl.uint32) + 0x3C6EF372)) >= threshold.to(tl.uint32)
@@ -55,7 +55,7 @@ def visible_tile(
     t, j, offset, left, right, n_rows, key_end, q_docs, k_docs, bits, m0, n0, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     DOCS: tl.constexpr, BITS: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Which pairs of rows t and keys j may look, for t and j that broadcast to a tile."""
+    """Which rows t may attend to which keys j, for t and j that broadcast to a tile."""
     seen = (j < key_end) & (t < n_rows)
     if LEFT:
         seen = seen & (j >= t + offset - left)
@@ -79,9 +79,9 @@ def strip_width(reach):
 def table_strip(table, strip, reach, offset, BLOCK: tl.constexpr):
     """Program (row a, h): strip[h, a, x] = table[h, clip(x - a - start, ±reach)] in units of ln 2.
 
-    A tile of a bias by distance is a rectangle of it, so that kernels read it as they read any matrix. It begins
-    ``start`` = reach + STRIP_ROWS before the block of keys that stands where the block of queries does; what makes the
-    offset and the reach no multiple of 16 is part of the strip, so that rectangles begin at aligned addresses.
+    Any tile of the bias is a rectangle of the strip, so that kernels can load it like a matrix. The strip begins
+    ``start`` = reach + STRIP_ROWS before the key block at the position of the query block. The remainders of offset and
+    reach modulo 16 are built into the strip, so that rectangles begin at aligned addresses.
     """
     a, h, width = tl.program_id(0), tl.program_id(1), strip_width(reach)
     start = (reach + 15) // 16 * 16 + STRIP_ROWS + (offset - (offset >> 4) * 16)
@@ -97,7 +97,7 @@ def score_tile(
     dots, t, j, m0, n0, offset, scale, cap, slope, strip, reach, far, dense, dense_g, dense_t, dense_j, inside,
     CAP: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
-    """Scores in units of ln 2 (for exp2), and the derivative of the soft cap."""
+    """The scores in units of ln 2 (for exp2), and the derivative of the soft cap."""
     slack = 1.0
     if CAP:
         ratio = tanh(dots * (scale / cap))
@@ -107,7 +107,7 @@ def score_tile(
     if SLOPE:
         scores -= tl.abs(j.to(tl.float32) - (t + offset).to(tl.float32)) * (slope * LOG2_E)
     if TABLE:
-        if NEAR:  # the strip holds the tile of any two blocks; those out of reach have all the same
+        if NEAR:  # the strip has a rectangle for any two blocks; all that are out of reach share one
             start = (reach + 15) // 16 * 16 + STRIP_ROWS
             between = tl.maximum(n0 - m0 - (offset >> 4) * 16, -start)
             between = tl.multiple_of(tl.minimum(between, start + 16), 16)
@@ -125,7 +125,10 @@ def key_phases(
     m0, offset, left, right, reach, n_rows, key_end, LEFT: tl.constexpr, RIGHT: tl.constexpr, TABLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Block numbers lo ≤ a ≤ b ≤ c ≤ d ≤ hi of a row's walk: edge, clear, edge, clear beyond the reach, edge."""
+    """The phases of a walk over keys, as block numbers lo ≤ a ≤ b ≤ c ≤ d ≤ hi.
+
+    Edge from lo, clear from a, edge from b, clear beyond the table's reach from c, edge from d.
+    """
     first, last = m0 + offset, tl.minimum(m0 + BLOCK_M, n_rows) - 1 + offset
     lo, hi, clear = 0, key_end, key_end
     if RIGHT:
@@ -152,7 +155,10 @@ def row_phases(
     n0, offset, left, right, reach, n_rows, key_end, LEFT: tl.constexpr, RIGHT: tl.constexpr, TABLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Block numbers lo ≤ c ≤ a ≤ b ≤ hi of a column's walk: clear beyond the reach, edge, clear, edge."""
+    """The phases of a walk over queries, as block numbers lo ≤ c ≤ a ≤ b ≤ hi.
+
+    Clear beyond the table's reach from lo, edge from c, clear from a, edge from b.
+    """
     end = n0 + BLOCK_N
     lo, a, c = 0, 0, 0
     hi, b = n_rows, n_rows

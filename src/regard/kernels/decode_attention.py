@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of a decode step's attention: one query a row over the keys of its text, or of an encoder's output.
+"""Triton kernels for the attention of a decode step: one query per row, over the row's own keys or an encoder's output.
 
-Two ways: by lines, where every key has a line of registers with its own running softmax, exact in float32; and by tiles
-for half precision, on tensor cores, where the heads and beams that share keys are rows of one product.
+There are two variants: by lines, where each line of a tile of keys has its own running softmax, exact in float32; and
+by tiles, for half precision on tensor cores, where the heads and beams that share keys are rows of one product.
 
-On Hopper and later a kernel starts while the one before it still runs (programmatic dependent launch): it loads what no
-kernel writes, such as weights, and then waits for the other to end (``wait_for_previous``). Every kernel of a decode
-step waits, so that whatever came before the other has ended too.
+On Hopper and later, a kernel starts while the previous one is still running (programmatic dependent launch): it loads
+data that no kernel writes, such as weights, and then waits for the previous one to end (``wait_for_previous``). Every
+kernel of a decode step waits, so that all earlier kernels have ended as well.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LOG2_E = 1.4426950408889634
+PROGRAMS = 132  # programs that fill a GPU: the multiprocessors of an H200
 
 
 @cache
 def overlap(device: torch.device) -> dict[str, Any]:
-    """Launch options with which a kernel starts before the previous one ends; none where the device cannot."""
+    """Launch options that let a kernel start before the previous one ends, if the device supports it."""
     early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 @triton.jit
 def launch_next(EARLY: tl.constexpr):
-    """Let the next kernel start."""
+    """Allow the next kernel to start."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
-    """From here on what earlier kernels wrote can be read, and written again."""
+    """Wait until the outputs of earlier kernels can be read and overwritten."""
     if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def _merge(top, total, mixed, scores, values, seen):
-    """One tile more in the running softmax of each line: its maximum, sum of weights, and weighted values."""
+    """Add a tile to the running softmax of each line: its maximum, sum of weights, and weighted sum of values."""
     scores = tl.where(seen, scores, -1e30)
     higher = tl.maximum(top, scores)
     before = tl.exp2(top - higher)
@@ -78,7 +79,7 @@ def _attend_by_lines(
     if h % REP == 0:
         tl.store(k_held + own_at, key, mask=inside)
         tl.store(v_held + own_at, value, mask=inside)
-    # Each line of the tile has its own running softmax, merged at the end: no synchronisation in the loop.
+    # Each line of the tile has its own running softmax, merged at the end, so that the loop needs no synchronisation.
     s = tl.arange(0, BLOCK_S)
     top = tl.full([BLOCK_S], -1e30, tl.float32)
     total = tl.zeros([BLOCK_S], tl.float32)
@@ -107,9 +108,9 @@ def _attend_by_lines(
 
 @triton.jit
 def _add_tile(top, total, mixed, query, keys, values, bias, seen, scale):
-    """One tile of keys (D, S) and values (S, D) more in the running softmax of queries (Q, D).
+    """Add a tile of keys (D, S) and values (S, D) to the running softmax of queries (Q, D).
 
-    ``scale`` includes log₂ e, for exp2; so does ``bias``.
+    ``scale`` and ``bias`` include log₂ e, for exp2.
     """
     scores = tl.dot(query, keys, input_precision="ieee") * scale + bias
     scores = tl.where(seen[None, :], scores, -1e30)
@@ -224,18 +225,24 @@ def _attend_memory_by_tiles(
 
 
 def attention_tile(n_programs: int) -> tuple[int, int]:
-    """Of the kernels by lines: keys in a tile and warps. Few programs need larger tiles to saturate the memory."""
-    return (512, 8) if n_programs < 132 else (32, 4)
+    """Keys per tile and warps of the kernels by lines; few programs need larger tiles to saturate the memory."""
+    return (512, 8) if n_programs < PROGRAMS else (32, 4)
 
 
 def dot_tile(n_programs: int) -> tuple[int, int, int]:
-    """Of the kernels by tiles: keys in a tile, warps and pipeline stages."""
-    return (128, 4, 3) if n_programs < 132 else (64, 2, 3)
+    """Keys per tile, warps and pipeline stages of the kernels by tiles."""
+    return (128, 4, 3) if n_programs < PROGRAMS else (64, 2, 3)
 
 
 def uses_tensor_cores(x: Tensor) -> bool:
-    """Whether attention goes by tiles: half precision alone, float32 would be rounded."""
+    """Whether attention is computed by tiles: only in half precision, since tensor cores would round float32."""
     return x.element_size() == 2
+
+
+def goes_by_tiles(q: Tensor, n_groups: int) -> bool:
+    """Whether self-attention is computed by tiles: not if few heads, each with its own keys, leave the GPU idle."""
+    few = len(q) * n_groups < PROGRAMS and q.shape[1] == n_groups
+    return uses_tensor_cores(q) and not few
 
 
 @torch.library.custom_op("regard::attend_one", mutates_args=("k_held", "v_held"))
@@ -250,10 +257,10 @@ def attend_one(
     origin: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """q (R, H, D) over k_held and v_held (R, G, S, D) up to lengths, where k and v (R, G, D) go in → (R, H · D).
+    """Store k and v (R, G, D) in k_held and v_held (R, G, S, D) at lengths; q (R, H, D) attends to them → (R, H · D).
 
-    origin  (R, S): the row that holds each position of a row's past; None: the row itself
-    bias    (H, S): what is added to the score of a key so many positions back
+    origin  (R, S): for each past position of a row, the row that holds its keys; None: the row itself
+    bias    (H, S): the bias of a key by its distance from the query
     """
     (rows, n_heads, width), n_groups = q.shape, k.shape[1]
     out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
@@ -263,7 +270,7 @@ def attend_one(
         *(0 if origin is None else origin.stride(0), 0 if bias is None else bias.stride(0)),
     )
     options = {"REP": n_heads // n_groups, "D": width, "HAS_ORIGIN": origin is not None, "HAS_BIAS": bias is not None}
-    if uses_tensor_cores(q):
+    if goes_by_tiles(q, n_groups):
         block, warps, stages = dot_tile(rows * n_groups)
         queries, block_d = _query_rows(n_heads // n_groups), max(16, triton.next_power_of_2(width))
         _attend_by_tiles[(rows, n_groups)](
@@ -280,7 +287,7 @@ def attend_one(
 
 
 def _query_rows(n: int) -> int:
-    """Tensor cores take at least 16."""
+    """The rows of a tile for n queries; tensor cores need at least 16."""
     return max(16, triton.next_power_of_2(n))
 
 
@@ -300,7 +307,7 @@ def _(
 
 
 def attend_memory(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """q (R, H, D) over an encoder's k and v (B, G, S, D) up to lengths (B,), R / B rows a source → (R, H · D)."""
+    """q (R, H, D) over an encoder's k and v (B, G, S, D) of lengths (B,), with R / B rows per source → (R, H · D)."""
     (rows, n_heads, width), (n_sources, n_groups) = q.shape, k.shape[:2]
     out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
     copies, rep = rows // n_sources, n_heads // n_groups

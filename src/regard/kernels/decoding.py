@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of a decode step: one token per row through a Transformer's layers in few launches.
+"""Triton kernels for a decode step: one token per row through the layers of a Transformer, in few launches.
 
-At small batches a step is bound by launches and memory bandwidth. A sublayer takes two or three launches for a few
-rows: norm + product + activation, attention with its cache, product + residual.
+With small batches a step is limited by launches and memory bandwidth. For a few rows, a sublayer takes two or three
+launches: norm + product + activation, attention with its cache, product + residual.
 ``generation.decode_step`` has the same functions in plain torch.
 """
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode_attention import attend_memory, attend_one, launch_next, overlap, wait_for_previous
+from .decode_attention import PROGRAMS, attend_memory, attend_one, launch_next, overlap, wait_for_previous
 
 __all__ = ["add_norm", "attend_memory", "attend_one", "best_tokens", "embed", "linear", "product"]
 __all__ += ["product_in_parts", "product_is_faster", "store_greedy_tokens"]
@@ -45,7 +45,7 @@ def _act(y, ACT: tl.constexpr):
 
 @triton.jit
 def _statistics(x, K, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Mean (0 for rms) and factor that normalise x (K,), at most BLOCK numbers."""
+    """The mean (0 for rms) and factor that normalise x (K,), K ≤ BLOCK."""
     k = tl.arange(0, BLOCK)
     value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
     mean = tl.sum(value, 0) / K if NORM == 1 else 0.0
@@ -60,48 +60,51 @@ def _linear(
     HAS_RES_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_ROW: tl.constexpr, BLOCK_RES: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Program (block of outputs, row): res_norm(residual) + act(scale · norm(x) Wᵀ + bias), in float32 between."""
+    """Program (block of outputs, row): res_norm(residual) + act(scale · norm(x) Wᵀ + bias), computed in float32."""
     launch_next(EARLY)
     n, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
     live = n < N
     lines = weight + n[:, None].to(tl.int64) * K
-    # Loaded before the norm is computed, to overlap with it and with the kernel before.
+    # Load what no kernel writes while the previous kernel is still running; loads after the wait add their latency.
     tile = tl.load(lines + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+    added = tl.load(bias + n, mask=live, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+    gains = tl.load(gain + k, mask=k < K, other=0.0).to(tl.float32) if NORM != 0 else 1.0
+    shifts = tl.load(shift + k, mask=k < K, other=0.0).to(tl.float32) if HAS_SHIFT else 0.0
+    res_gains = tl.load(res_gain + n, mask=live, other=0.0).to(tl.float32) if RES_NORM != 0 else 1.0
+    res_shifts = tl.load(res_shift + n, mask=live, other=0.0).to(tl.float32) if HAS_RES_SHIFT else 0.0
     wait_for_previous(EARLY)
+    value = tl.load(residual + row * N + n, mask=live, other=0.0).to(tl.float32) if HAS_RESIDUAL else 0.0
     mean, factor = 0.0, 1.0
     if NORM != 0:
         mean, factor = _statistics(x + row * K, K, eps, NORM, BLOCK_ROW)
     summed = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         inside = start + k < K
+        part = tl.load(x + row * K + start + k, mask=inside, other=0.0).to(tl.float32)
         if start > 0:
             tile = tl.load(lines + start + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-        part = tl.load(x + row * K + start + k, mask=inside, other=0.0).to(tl.float32)
-        if NORM != 0:
-            part = (part - mean) * factor * tl.load(gain + start + k, mask=inside, other=0.0).to(tl.float32)
+            if NORM != 0:
+                gains = tl.load(gain + start + k, mask=inside, other=0.0).to(tl.float32)
             if HAS_SHIFT:
-                part += tl.load(shift + start + k, mask=inside, other=0.0).to(tl.float32)
+                shifts = tl.load(shift + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM != 0:
+            part = tl.where(inside, (part - mean) * factor * gains + shifts, 0.0)
         summed += tile.to(tl.float32) * part[None, :]
-    y = tl.sum(summed, 1) * scale
-    if HAS_BIAS:
-        y += tl.load(bias + n, mask=live, other=0.0).to(tl.float32)
-    y = _act(y, ACT)
+    y = _act(tl.sum(summed, 1) * scale + added, ACT)
     if HAS_RESIDUAL:
-        value = tl.load(residual + row * N + n, mask=live, other=0.0).to(tl.float32)
         if RES_NORM != 0:
             mean, factor = _statistics(residual + row * N, N, res_eps, RES_NORM, BLOCK_RES)
-            value = (value - mean) * factor * tl.load(res_gain + n, mask=live, other=0.0).to(tl.float32)
-            if HAS_RES_SHIFT:
-                value += tl.load(res_shift + n, mask=live, other=0.0).to(tl.float32)
+            value = (value - mean) * factor * res_gains + res_shifts
         y += value
     tl.store(out + row * N + n, y.to(out.dtype.element_ty), mask=live)
 
 
 def linear_tile(n_outputs: int, k: int) -> tuple[int, int, int]:
-    """Outputs per program, its warps, and how much of K it loads at once."""
-    block, warps = (2, 4) if n_outputs <= 1024 else (4, 4) if n_outputs <= 8192 else (16, 8)
-    return block, warps, min(triton.next_power_of_2(k), 4096 if n_outputs <= 8192 else 1024)
+    """Outputs per program, warps, and the part of K that is loaded at once."""
+    if n_outputs > 8192:
+        return 16, 8, min(triton.next_power_of_2(k), 1024)
+    return 2 if n_outputs <= 1024 else 4, 4, min(triton.next_power_of_2(k), 4096)
 
 
 def linear(
@@ -138,7 +141,7 @@ def linear(
 
 @triton.jit
 def _fetch(pointers):
-    """Bring the cache lines at pointers into L2."""
+    """Prefetch the cache lines at these pointers into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -150,10 +153,10 @@ def _product(
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     LINES: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Program (block of outputs, block of rows, part of K, PART wide): act(x Wᵀ + bias), or a part of the sum.
+    """Program (block of outputs, block of rows, part of K of width PART): act(x Wᵀ + bias), or a part of the sum.
 
-    LINES: cache lines of a row of its weights, if they are to be fetched before the previous kernel ends. Up to
-    ``out_n`` ≥ N outputs are written, so that wide stores need no mask.
+    LINES: cache lines per row of weights to prefetch before the previous kernel ends, or 0. Up to ``out_n`` ≥ N outputs
+    are written, so that wide stores need no mask.
     """
     launch_next(EARLY)
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -176,11 +179,12 @@ def _product(
     tl.store(at, summed.to(out.dtype.element_ty), mask=rows & (n < out_n)[None, :])
 
 
-_BLOCK_M, _MOST_ROWS, _PROGRAMS = 64, 128, 132
+_BLOCK_M = 64  # rows per program of ``product``
+_MOST_ROWS = 128  # above this, cuBLAS is faster
 
 
 def product_is_faster(rows: int, dtype: torch.dtype, widths: set[int]) -> bool:
-    """Whether ``product`` is faster than cuBLAS for rows of these widths (half precision only)."""
+    """Whether ``product`` is faster than cuBLAS for this many rows of these widths (half precision only)."""
     return dtype.itemsize == 2 and rows <= _MOST_ROWS and all(width % 64 == 0 for width in widths)
 
 
@@ -204,19 +208,19 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | No
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
     """activation(x Wᵀ + bias) for many rows x (R, K), W (N, K)."""
-    # Aligned rows are written faster: pad the width (50,257, say) to a multiple of 64.
+    # Pad the width (such as 50,257) to a multiple of 64, because aligned rows are written faster.
     out = torch.empty(len(x), -(-len(weight) // 64) * 64, dtype=x.dtype, device=x.device)[:, : len(weight)]
     _launch(x, weight, bias, activation, out, 1)
     return out
 
 
 def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ split along K into partial sums (P, R, N), which ``add_norm`` adds: few outputs do not fill a GPU."""
+    """x Wᵀ as partial sums (P, R, N) along K, which ``add_norm`` adds up; few outputs alone would not fill a GPU."""
     (rows, k), n = x.shape, weight.shape[0]
     block_n, block_k, _ = product_tile(n, k)
     blocks = triton.cdiv(n, block_n) * triton.cdiv(rows, _BLOCK_M)
     steps = k // block_k
-    parts = max(p for p in range(1, steps + 1) if steps % p == 0 and (p == 1 or p * blocks <= _PROGRAMS))
+    parts = max(p for p in range(1, steps + 1) if steps % p == 0 and (p == 1 or p * blocks <= PROGRAMS))
     out = torch.empty(parts, rows, n, dtype=torch.float32, device=x.device)
     _launch(x, weight, None, None, out, parts)
     return out
@@ -253,7 +257,7 @@ def _add_norm(
 
 
 def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-    """x + Σ y + bias and its norm, both (R, K), for partial sums y (P, R, K); y None: x and its norm."""
+    """x + Σ y + bias and its norm, both (R, K), for partial sums y (P, R, K); x and its norm if y is None."""
     (rows, k), (kind, gain, shift, eps) = x.shape, norm
     total, normed = x if y is None else torch.empty_like(x), torch.empty_like(x)
     block = triton.next_power_of_2(k)
@@ -270,7 +274,7 @@ def add_norm(x: Tensor, y: Tensor | None, bias: Tensor | None, norm: Norm) -> tu
 
 @triton.jit
 def _embed(
-    tokens, lengths, table, places, out, scale, offset, K: tl.constexpr, HAS_PLACES: tl.constexpr,
+    tokens, lengths, table, positions, out, scale, offset, K: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BLOCK_K: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     launch_next(EARLY)
@@ -278,21 +282,20 @@ def _embed(
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     inside = k < K
     value = tl.load(table + tl.load(tokens + row) * K + k, mask=inside, other=0.0).to(tl.float32) * scale
-    if HAS_PLACES:
-        value += tl.load(places + (tl.load(lengths + row) + offset) * K + k, mask=inside, other=0.0).to(tl.float32)
+    if HAS_POSITIONS:
+        value += tl.load(positions + (tl.load(lengths + row) + offset) * K + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * K + k, value.to(out.dtype.element_ty), mask=inside)
 
 
 def embed(
-    tokens: Tensor, lengths: Tensor, table: Tensor, scale: float, places: Tensor | None, offset: int = 0
+    tokens: Tensor, lengths: Tensor, table: Tensor, scale: float, positions: Tensor | None, offset: int = 0
 ) -> Tensor:
-    """Embeddings (R, K) of tokens (R,) at positions lengths (R,): scale · table[token] + places[length + offset]."""
+    """Embeddings (R, K) of tokens (R,) at lengths (R,): scale · table[token] + positions[length + offset]."""
     rows, k = len(tokens), table.shape[1]
     out = torch.empty(rows, k, dtype=table.dtype, device=table.device)
-    given, block = table if places is None else places, triton.next_power_of_2(k)
     _embed[(rows,)](
-        tokens, lengths, table, given, out, scale, offset, K=k, HAS_PLACES=places is not None, BLOCK_K=block,
-        **overlap(table.device)
+        tokens, lengths, table, table if positions is None else positions, out, scale, offset, K=k,
+        HAS_POSITIONS=positions is not None, BLOCK_K=triton.next_power_of_2(k), **overlap(table.device)
     )  # fmt: skip
     return out
 
@@ -301,13 +304,13 @@ def embed(
 def _best_of_part(
     logits, scores, tokens, top, total, V, stride, N: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
 ):
-    """Program (row, part of the vocabulary): its N highest logits, and its maximum and sum for the softmax."""
+    """Program (row, part of the vocabulary): the N highest logits, and the maximum and sum for the softmax."""
     launch_next(EARLY)
     wait_for_previous(EARLY)
     row, part, n_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     v = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
-    floor = tl.maximum(tl.max(x, 0), -1e30)  # a part may hold nothing but -inf
+    floor = tl.maximum(tl.max(x, 0), -1e30)  # a part may contain only -inf
     at = row * n_parts + part
     tl.store(top + at, floor)
     tl.store(total + at, tl.sum(tl.exp(x - floor), 0))
@@ -319,7 +322,10 @@ def _best_of_part(
 
 
 def best_tokens(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """log P and tokens (R, m) of the n best by logits (R, V), and of some others: the n best of each of a few parts."""
+    """log P and tokens (R, m) of the n best tokens of each part of the vocabulary, by logits (R, V).
+
+    They include the n best tokens overall, in no particular order.
+    """
     rows, n_tokens = logits.shape
     block = 2048
     n_parts = triton.cdiv(n_tokens, block)
@@ -341,7 +347,7 @@ def _argmax_of_part(
     row, part, n_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     v = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * stride + v, mask=v < V, other=-float("inf")).to(tl.float32)
-    floor = tl.maximum(tl.max(x, 0), -1e30)  # a part may hold nothing but -inf
+    floor = tl.maximum(tl.max(x, 0), -1e30)  # a part may contain only -inf
     tl.store(top + row * n_parts + part, floor)
     tl.store(total + row * n_parts + part, tl.sum(tl.exp(x - floor), 0))
     if tl.load(steps + row) < min_steps:
@@ -366,7 +372,7 @@ def _store_tokens(
     sums = tl.load(total + row * n_parts + part, mask=inside, other=0.0)
     highest = tl.max(highs, 0)
     token = tl.min(tl.where(highs == highest, firsts, V), 0)
-    token = tl.minimum(token, V - 1)  # NaN logits choose none: keep the index in range
+    token = tl.minimum(token, V - 1)  # with NaN logits no token is chosen: keep the index in range
     peak = tl.max(tops, 0)
     log_prob = highest - peak - tl.log(tl.sum(sums * tl.exp(tops - peak), 0))
     step = tl.load(steps + row)
@@ -392,7 +398,7 @@ def store_greedy_tokens(
 ) -> None:
     """Write the argmax of logits (R, V) and its log-probability to row ``steps`` of ``history`` and ``log_probs``.
 
-    In the first ``min_steps`` steps ``eos_id`` is not chosen.
+    ``eos_id`` is not chosen in the first ``min_steps`` steps. With ``advance``, ``lengths`` grow by 1, up to ``last``.
     """
     rows, n_tokens = logits.shape
     block = 2048

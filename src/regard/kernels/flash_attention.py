@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of flash attention, forward and backward: exact softmax attention in O(T) memory.
 
-Forward (Dao et al. 2022, algorithm 1): a program owns BLOCK_M queries of one head and walks over the blocks of keys
-with a running maximum and sum of each row. Backward (algorithm 4): one kernel owns queries (dQ and the gradients of
-biases), one owns keys (dK, dV). ``attention.tiled`` is the same algorithm in plain torch.
+Forward (Dao et al. 2022, algorithm 1): each program handles BLOCK_M queries of one head and walks over the blocks of
+keys with a running maximum and sum per row. Backward (algorithm 4): one kernel is parallel over queries (dQ and the
+gradients of biases), one over keys (dK, dV). ``attention.tiled`` is the same algorithm in plain torch.
 
     s = cap · tanh(scale · q kᵀ / cap) + bias      bias = -slope |d| + table[clip(d, ±reach)] + dense,   d = j - i
 """
@@ -27,12 +27,8 @@ from .attention_tiles import (
     visible_tile,
 )
 
-_VARYING = [
-    "threshold",
-    "first_row",
-    "first_key",
-    "first_head",
-]  # no kernel of its own for each multiple of 16 of these
+# Triton must not compile another kernel when one of these becomes divisible by 16.
+_VARYING = ["threshold", "first_row", "first_key", "first_head"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -45,7 +41,7 @@ def forward(
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Program (b · H + h, block of queries from the last): output and lse = log Σ exp(s), +inf where a row is blind."""
+    """Program (b · H + h, block of queries from the last): output and lse = log Σ exp(s), +inf for an empty row."""
     b, h = tl.program_id(0) // N_HEADS, tl.program_id(0) % N_HEADS
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     m0, b64, g = block * BLOCK_M, b.to(tl.int64), h // REP
@@ -105,7 +101,7 @@ def forward(
                 k_at + j[None, :].to(tl.int64) * k_s, (j < n_keys)[None, :] & (e < D)[:, None], check or D != BLOCK_D
             )
             dots = tl.dot(queries, keys, input_precision="ieee")
-            inside = (t < n_rows)[:, None]  # not of j where it need not be: a mask along a row keeps loads narrow
+            inside = (t < n_rows)[:, None]  # depends on j only if necessary: a mask along a row prevents wide loads
             if check:
                 inside = inside & (j < n_keys)[None, :]
             scores, _ = score_tile(
@@ -130,11 +126,11 @@ def forward(
             )
             mixed = tl.dot(weights.to(values.dtype), values, mixed * rescale[:, None], input_precision="ieee")
             top = higher
-    blind = total == 0.0
-    mixed = mixed / tl.where(blind, 1.0, total)[:, None]
+    is_empty = total == 0.0
+    mixed = mixed / tl.where(is_empty, 1.0, total)[:, None]
     o_at = out + b64 * o_b + h.to(tl.int64) * o_h + t[:, None].to(tl.int64) * o_t + f[None, :]
     tl.store(o_at, mixed.to(out.dtype.element_ty), mask=(t < n_rows)[:, None] & (f < DV)[None, :])
-    norm = tl.where(blind, float("inf"), (top + tl.log2(tl.where(blind, 1.0, total))) * LN_2)
+    norm = tl.where(is_empty, float("inf"), (top + tl.log2(tl.where(is_empty, 1.0, total))) * LN_2)
     tl.store(lse + tl.program_id(0).to(tl.int64) * n_rows + t, norm, mask=t < n_rows)
 
 
@@ -152,8 +148,8 @@ def backward_queries(
 ):  # fmt: skip
     """Program (b · H + h, block of queries from the last): rowsum(O ∘ dO), dQ = scale · dS K, and dS of the biases.
 
-    D_TABLE: dS within the table's reach goes to ``band`` by distance, the rest is summed by row in ``d_far``.
-    D_DENSE: 1 stores dS, 2 adds it to a dense bias that heads or batch share.
+    D_TABLE: dS within the table's reach is stored in ``band`` by distance, the rest is summed per row in ``d_far``.
+    D_DENSE: 1 stores dS; 2 adds it atomically, for a dense bias that heads or batch share.
     """
     b, h = tl.program_id(0) // N_HEADS, tl.program_id(0) % N_HEADS
     block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -285,16 +281,16 @@ def backward_keys(
     DROPOUT: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Program (b · G + g, block of keys): dK = scale · dSᵀ Q and dV = Aᵀ dO over the query heads that share the keys.
+    """Program (b · G + g, block of keys): dK = scale · dSᵀ Q and dV = Aᵀ dO, over the query heads that share the keys.
 
-    Tiles are transposed, (keys, queries). ADD: add to what d_k and d_v hold.
+    Tiles are transposed, (keys, queries). ADD: add to d_k and d_v instead of overwriting them.
     """
     b, g, block = tl.program_id(0) // N_GROUPS, tl.program_id(0) % N_GROUPS, tl.program_id(1)
     n0, b64, g64 = block * BLOCK_N, b.to(tl.int64), g.to(tl.int64)
     j = n0 + tl.arange(0, BLOCK_N)
     e, f = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    j64, there = j[:, None].to(tl.int64), (j < n_keys)[:, None]
-    of_d, of_v = there & (e < D)[None, :], there & (f < DV)[None, :]
+    j64, inside_keys = j[:, None].to(tl.int64), (j < n_keys)[:, None]
+    of_d, of_v = inside_keys & (e < D)[None, :], inside_keys & (f < DV)[None, :]
     keys = tl.load(k + b64 * k_b + g64 * k_h + j64 * k_s + e[None, :], mask=of_d, other=0.0)
     values = tl.load(v + b64 * v_b + g64 * v_h + j64 * v_s + f[None, :], mask=of_v, other=0.0)
     key_end = n_keys

@@ -1,6 +1,6 @@
-"""Flash attention as torch operators: ``torch.ops.regard.flash_forward`` and its backward, which torch.compile keeps.
+"""Flash attention as torch operators: ``torch.ops.regard.flash_forward`` and its backward, opaque to torch.compile.
 
-The kernels are in ``flash_attention``; here their tile sizes are chosen and their many arguments put in order.
+The kernels are in ``flash_attention``; this module chooses tile sizes and assembles the kernels' arguments.
 """
 
 from __future__ import annotations
@@ -16,49 +16,47 @@ from ..foundation.autograd import first_derivative_only
 from . import flash_attention as kernels
 from .attention_tiles import INTERPRETED, STRIP_ROWS, table_strip
 
-PLAN_BLOCK = 32 if INTERPRETED else 64  # queries and keys in a block of a sparse plan
+PLAN_BLOCK = 32 if INTERPRETED else 64  # queries and keys per block of a sparse plan
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is added to scaled dot products and which pairs are seen; None or -1: nothing, no limit."""
+    """The mask, bias and dropout of a kernel call; by default there are none."""
 
     scale: float
-    offset: int  # query t stands at key t + offset
-    left: int = -1  # keys before the query's own that it sees
-    right: int = -1  # keys after it
+    offset: int  # query t is at key position t + offset
+    left: int = -1  # visible keys before the query's own position; -1: all
+    right: int = -1  # visible keys after it; -1: all
     lengths: Tensor | None = None  # (B,) keys of each sequence
-    q_docs: Tensor | None = None  # (B, T) int32 documents
-    k_docs: Tensor | None = None  # (B, S); -1: seen by no query
-    row_plan: Tensor | None = (
-        None  # (B or 1, H or 1, blocks of T, 1 + 2n) int32: n, then n × (block of S, tile of bits)
-    )
-    column_plan: Tensor | None = None  # (B or 1, H or 1, blocks of S, 1 + 2n): n, then n × (block of T, tile of bits)
-    bits: Tensor | None = None  # (tiles, block, block / 32) int32
-    slopes: Tensor | None = None  # (H,) of ALiBi
-    table: Tensor | None = None  # (H, 2 · reach + 1) bias of the distances -reach … reach; clipped beyond
-    dense: Tensor | None = None  # (B or 1, H or 1, T, S) or (…, T / 8, 8, S), any strides
-    seed: Tensor | None = None  # of the dropout
+    q_docs: Tensor | None = None  # (B, T) int32 document ids
+    k_docs: Tensor | None = None  # (B, S) int32 document ids; an id that no query has hides a key
+    row_plan: Tensor | None = None  # (B or 1, H or 1, blocks of T, 1 + 2n) int32: n, then n × (block of S, tile)
+    column_plan: Tensor | None = None  # (B or 1, H or 1, blocks of S, 1 + 2n) int32: n, then n × (block of T, tile)
+    bits: Tensor | None = None  # (tiles, block, block / 32) int32: the mask in each tile of the plans
+    slopes: Tensor | None = None  # (H,) ALiBi slopes
+    table: Tensor | None = None  # (H, 2 · reach + 1) bias for distances -reach … reach; clipped beyond
+    dense: Tensor | None = None  # (B or 1, H or 1, T, S) or (…, T / 8, 8, S) bias, any strides
+    seed: Tensor | None = None  # dropout seed
     dropout: float = 0.0
     cap: float = 0.0  # soft cap of the scores; 0: none
-    first_row: int = 0  # of q in the whole, for the dropout
-    first_key: int = 0
-    first_head: int = 0
-    plan: str = ""  # a key of PLANS, which stands for row_plan, column_plan and bits in a compiled graph
+    first_row: int = 0  # index of the first row of q in the full sequence, for dropout
+    first_key: int = 0  # likewise for keys
+    first_head: int = 0  # likewise for heads
+    plan: str = ""  # a key of PLANS, which replaces row_plan, column_plan and bits in a compiled graph
 
 
-PLANS: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+PLANS: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # row_plan, column_plan and bits by name
 
 
 def with_plan(o: Options) -> Options:
-    """The options with the tensors of the plan that they name."""
+    """The options with the tensors of their named plan filled in."""
     if not o.plan:
         return o
     rows, columns, bits = PLANS[o.plan]
     return replace(o, row_plan=rows, column_plan=columns, bits=bits)
 
 
-# (kernel, widest head) → (BLOCK_M, BLOCK_N, warps, stages) in half precision; measured on an H200.
+# (kernel, largest head width) → (BLOCK_M, BLOCK_N, warps, stages) in half precision; tuned on an H200.
 TILES: dict[tuple[str, int], tuple[int, int, int, int]] = {
     ("forward", 64): (128, 64, 8, 3),
     ("forward", 128): (64, 64, 4, 3),
@@ -78,29 +76,28 @@ def tile_sizes(kernel: str, q: Tensor, v: Tensor, o: Options) -> tuple[int, int,
         return 32, 32, 4, 1
     width = max(q.shape[-1], v.shape[-1])
     if q.element_size() > 2:
-        block, warps, stages = (32, 4, 1) if width > 128 else (64, 4, 1) if width > 64 else (64, 4, 2)
-        sizes = block, 32, warps, stages
+        sizes = 32 if width > 128 else 64, 32, 4, 1 if width > 64 else 2
     else:
         sizes = TILES[kernel, 64 if width <= 64 else 128 if width <= 128 else 256]
     if o.row_plan is not None:
         return PLAN_BLOCK, PLAN_BLOCK, 4, 1 if width > 128 else 2
-    walks_edges = o.left >= 0 or o.q_docs is not None or o.table is not None or o.dense is not None
-    if walks_edges and width > 128 and q.element_size() == 2:  # biases share the memory that holds keys and values
+    has_edges = o.left >= 0 or o.q_docs is not None or o.table is not None or o.dense is not None
+    if has_edges and width > 128 and q.element_size() == 2:  # biases compete with keys and values for shared memory
         return {"forward": (64, 64, 4, 1), "queries": (64, 32, 4, 1), "keys": (32, 64, 8, 1)}[kernel]
-    if walks_edges and width <= 64 and q.element_size() == 2:  # tiles that are masked or biased need more registers
+    if has_edges and width <= 64 and q.element_size() == 2:  # masked or biased tiles need more registers
         return (32, 64, 4, 3) if kernel == "keys" and o.table is None else (64, 64, 4, 3)
     return sizes
 
 
 def padded_width(width: int) -> int:
-    """The next power of two, at least 16, as the matrix units want it."""
+    """The next power of two, at least 16, as tensor cores require."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def dense_strides(x: Tensor | None) -> tuple[int, ...]:
-    """From one batch row, head, eight queries, query and key to the next; 0 where batch or heads share.
+    """Strides of a dense bias for batch, head, group of eight queries, query in the group, and key.
 
-    (B, H, T, S), or (B, H, T / 8, 8, S), whose queries need not follow one another in even steps.
+    The bias is (B, H, T, S) or (B, H, T / 8, 8, S); a shared batch or head axis has stride 0.
     """
     if x is None:
         return (0,) * 5
@@ -111,7 +108,7 @@ def dense_strides(x: Tensor | None) -> tuple[int, ...]:
 
 
 def plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
-    """Lines from one batch row and head to the next, and the numbers in a line."""
+    """Strides of a plan for batch and head, in lines, and the length of a line."""
     if plan is None:
         return 0, 0, 0
     n_batch, n_heads, n_blocks, width = plan.shape
@@ -119,7 +116,7 @@ def plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
 
 
 def _key_phases(o: Options, n_keys: int, block_n: int) -> tuple[int, int]:
-    """First and last + 1 phase of a walk over keys (``attention_tiles.key_phases``)."""
+    """The range of phases that a walk over keys needs (``attention_tiles.key_phases``)."""
     if o.row_plan is not None or o.q_docs is not None:
         return 0, 1
     first, even = 1 if o.left < 0 else 0, o.lengths is None and n_keys % block_n == 0
@@ -129,7 +126,7 @@ def _key_phases(o: Options, n_keys: int, block_n: int) -> tuple[int, int]:
 
 
 def _row_phases(o: Options, n_rows: int, n_keys: int, block_m: int, block_n: int) -> tuple[int, int]:
-    """First and last + 1 phase of a walk over queries (``attention_tiles.row_phases``)."""
+    """The range of phases that a walk over queries needs (``attention_tiles.row_phases``)."""
     if o.row_plan is not None or o.q_docs is not None:
         return 1, 2
     first = 0 if o.table is not None and o.right < 0 else 1
@@ -149,13 +146,13 @@ def flags(o: Options) -> dict[str, bool]:
 def tensors(
     o: Options, q: Tensor, ranges: Tensor | None, plan: Tensor | None, strip: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The pointers that all kernels take, q standing in for what is absent."""
-    given = (o.lengths, o.q_docs, o.k_docs, ranges, plan, o.bits, o.slopes, strip, o.dense, o.seed)
-    return tuple(q if x is None else x for x in given)
+    """The tensor arguments common to all kernels; q is a placeholder for those that are None."""
+    arguments = (o.lengths, o.q_docs, o.k_docs, ranges, plan, o.bits, o.slopes, strip, o.dense, o.seed)
+    return tuple(q if x is None else x for x in arguments)
 
 
 def numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
-    """The scalars that all kernels take."""
+    """The scalar arguments common to all kernels."""
     reach = 0 if o.table is None else o.table.shape[1] // 2
     threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
     return (
@@ -165,7 +162,7 @@ def numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
 
 
 def make_strip(o: Options) -> Tensor | None:
-    """The table laid out as the tiles read it (``attention_tiles.table_strip``), (H, 128, reach · 2 + 400) fp32."""
+    """The table in the layout that tiles read (``attention_tiles.table_strip``), (H, 128, ≈ 2 · reach + 400) fp32."""
     if o.table is None:
         return None
     table, rows = o.table.contiguous(), STRIP_ROWS.value
@@ -176,26 +173,26 @@ def make_strip(o: Options) -> Tensor | None:
     return strip
 
 
-_ranges: Any = WeakTensorKeyDictionary()  # documents → ranges; every layer of a model asks for the same
+_ranges: Any = WeakTensorKeyDictionary()  # documents → ranges; every layer of a model needs the same
 
 
 def document_ranges(own: Tensor, other: Tensor, block: int, other_block: int) -> Tensor:
-    """(B, blocks, 2) int32: first and last + 1 block of ``other`` that may share a document with a block of ``own``."""
+    """(B, blocks, 2) int32: for each block of ``own``, the range of blocks of ``other`` that may share a document."""
     key = (block, other_block, other.data_ptr(), own._version, other._version, other.shape)
-    held = _ranges.setdefault(own, {})
-    if key not in held:
+    cached = _ranges.setdefault(own, {})
+    if key not in cached:
         low, high = _block_extremes(own, block)
         other_low, other_high = _block_extremes(other, other_block)
         meets = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
         number = torch.arange(meets.shape[2], device=own.device, dtype=torch.int32)
         first = torch.where(meets, number, meets.shape[2]).amin(-1)
         last = torch.where(meets, number + 1, 0).amax(-1)
-        held[key] = torch.stack([first, last], -1).to(torch.int32).contiguous()
-    return held[key]
+        cached[key] = torch.stack([first, last], -1).to(torch.int32).contiguous()
+    return cached[key]
 
 
 def _block_extremes(documents: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest document in each block of (B, T)."""
+    """The smallest and largest document id in each block of (B, T)."""
     n = -(-documents.shape[1] // block) * block
     blocks = documents[:, torch.arange(n, device=documents.device).clamp(max=documents.shape[1] - 1)]
     return blocks.view(len(documents), -1, block).aminmax(dim=-1)
@@ -206,7 +203,7 @@ def _rows_contiguous(x: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty (B, H, T, width) with the axes in memory in x's order: (B, T, H, D) stays so."""
+    """An empty (B, H, T, width) with the same memory layout as x, (B, H, T, D) or (B, T, H, D)."""
     b, h, t, _ = x.shape
     dtype = x.dtype if dtype is None else dtype
     if x.stride(1) < x.stride(2):
@@ -215,7 +212,7 @@ def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Output (B, H, T, DV), where given into ``out``, and lse (B, H, T)."""
+    """The output (B, H, T, DV), written to ``out`` if given, and lse (B, H, T)."""
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     (n_batch, n_heads, n_rows, d), n_keys, dv = q.shape, k.shape[2], v.shape[3]
     block_m, block_n, warps, stages = tile_sizes("forward", q, v, o)
@@ -236,20 +233,20 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | No
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Where the backward kernels write; the biases' only where wanted."""
+    """Outputs of the backward kernels."""
 
     d_q: Tensor
     d_k: Tensor
     d_v: Tensor
-    d_dense: Tensor | None = None  # zeros; (B or 1, H or 1, T, S), any strides; fp32 where it is shared
-    table: bool = False  # whether the table's gradient is wanted
-    add: bool = False  # add to d_k and d_v
+    d_dense: Tensor | None = None  # zeros, (B or 1, H or 1, T, S), any strides; fp32 if batch or heads share it
+    table: bool = False  # whether to compute the gradient of the table
+    add: bool = False  # whether to add to d_k and d_v instead of overwriting them
 
 
 def launch_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, o: Options, to: GradientBuffers
 ) -> Tensor | None:
-    """Fill ``to``; returns the table's gradient (H, 2 · reach + 1) in fp32 where it is wanted."""
+    """Fill the buffers ``to``; returns the gradient of the table (H, 2 · reach + 1) in fp32 if ``to.table``."""
     q, k, v, d_out = (_rows_contiguous(x) for x in (q, k, v, d_out))
     (n_batch, n_heads, n_rows, d), (n_groups, n_keys), dv = q.shape, k.shape[1:3], v.shape[3]
     row_dot, rep, strip = torch.empty_like(lse), n_heads // n_groups, make_strip(o)
@@ -281,12 +278,14 @@ def launch_backward(
 
 
 def _sharing(d_dense: Tensor | None, q: Tensor) -> int:
-    """D_DENSE: 0 not wanted, 1 each pair has its own number, 2 heads or batch share it."""
-    return 0 if d_dense is None else 1 if d_dense.shape[:2] == q.shape[:2] else 2
+    """D_DENSE: 0 without a dense gradient, 1 if each pair has its own entry, 2 if batch or heads share entries."""
+    if d_dense is None:
+        return 0
+    return 1 if d_dense.shape[:2] == q.shape[:2] else 2
 
 
 def _table_buffers(o: Options, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """dS by distance within the table's reach (B, H, T, distances), and its sum beyond on either side (B, H, T, 2)."""
+    """Buffers for dS by distance within the reach (B, H, T, distances) and its sums beyond, per side (B, H, T, 2)."""
     assert o.table is not None
     reach = o.table.shape[1] // 2
     width = reach + min(reach - 1, o.right) if o.right >= 0 else 2 * reach - 1
@@ -330,7 +329,7 @@ def flash_backward(
     table: Tensor | None, dense: Tensor | None, seed: Tensor | None, offset: int, left: int, right: int, scale: float,
     dropout: float, cap: float, plan: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, table and dense; those not wanted are empty."""
+    """Gradients of q, k, v, table and dense; those not needed are empty."""
     o = Options(
         scale, offset, left, right, lengths, q_docs, k_docs, row_plan, column_plan, bits, slopes, table, dense, seed,
         dropout, cap, plan=plan
@@ -343,7 +342,7 @@ def flash_backward(
 def _all_gradients(
     d_out: Tensor, out: Tensor, lse: Tensor, d_table: bool, d_dense: bool, q: Tensor, k: Tensor, v: Tensor, o: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k, v, table and dense; None for those not wanted."""
+    """Gradients of q, k, v, table and dense; None for those not needed."""
     of_dense = None
     if d_dense:
         assert o.dense is not None
@@ -362,8 +361,8 @@ def _(
 ) -> tuple[Tensor, ...]:
     table, dense = rest[7], rest[8]
     of_biases = (
-        torch.empty(x.shape, dtype=x.dtype, device=q.device) if wanted else lse.new_empty(0)
-        for x, wanted in ((table, d_table), (dense, d_dense))
+        torch.empty(x.shape, dtype=x.dtype, device=q.device) if needed else lse.new_empty(0)
+        for x, needed in ((table, d_table), (dense, d_dense))
     )
     return _like(q, q.shape[3]), _like(k, k.shape[3]), _like(v, v.shape[3]), *of_biases
 
@@ -387,7 +386,7 @@ flash_forward.register_autograd(_backward, setup_context=_setup)
 
 
 class _Flash(torch.autograd.Function):
-    """``flash_forward`` without the dispatcher, which costs ten times as much as a launch; for eager code."""
+    """``flash_forward`` for eager code, without the dispatcher, which costs ten times as much as a launch."""
 
     @staticmethod
     def forward(

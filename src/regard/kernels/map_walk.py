@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels that read an attention map in one pass: what its rows and columns sum to, without storing a weight.
+"""Triton kernels for statistics of an attention map, in one pass and without storing a weight.
 
 ``row_walk`` walks over the keys of BLOCK queries with a running maximum m, Z = Σ e^(s-m) and P = Σ e^(s-m) (s - m),
-which give lse = m + log Z and the entropy log Z - P / Z; it also keeps each row's largest scores.
+which give lse = m + log Z and the entropy log Z - P / Z; it also keeps the largest scores of each row.
 ``column_walk`` computes x A for a few rows x, ``cell_walk`` the sum or maximum of A in the cells of a grid, both from
-known lse. Scores are as in ``flash_attention``. ``attention.score_matrix.TileWalk`` is the readable form.
+known lse. Scores are those of ``flash_attention``. ``attention.score_matrix.TileWalk`` is the reference.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from .flash_ops import (
 
 Args = tuple[Any, ...]
 BLOCK = PLAN_BLOCK
-PRECISION, WARPS, STAGES = "tf32x3", 4, 2  # as exact as "ieee" here, and six times as fast on an H200
+PRECISION = "tf32x3"  # as exact as "ieee" here, and six times as fast on an H200
+WARPS, STAGES = 4, 2
 _VARYING = ["first_block", "threshold", "first_row", "first_key", "first_head"]
 
 
 @triton.jit
-def _head_places(
+def _head_pointers(
     q, k, strip, dense, slopes, b, h, reach, q_b, q_h, k_b, k_h, dense_b, dense_h, REP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr
 ):  # fmt: skip
-    """Where a head's queries, keys and biases begin, and its slope."""
+    """Pointers to a head's queries, keys and biases, and its slope."""
     b64, h64, slope, strip_at = b.to(tl.int64), h.to(tl.int64), 0.0, strip
     if SLOPE:
         slope = tl.load(slopes + h).to(tl.float32)
@@ -72,14 +73,14 @@ def _scores(
     PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, SLOPE: tl.constexpr,
     TABLE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """A tile's scores in units of ln 2, -inf where the mask says no."""
+    """The scores of a tile in units of ln 2, -inf at masked pairs."""
     e = tl.arange(0, BLOCK_D)
-    there = (j < n_keys)[None, :]
-    keys = tl.load(k_at + j[None, :].to(tl.int64) * k_s + e[:, None], mask=there & (e < D)[:, None], other=0.0)
+    inside = (j < n_keys)[None, :]
+    keys = tl.load(k_at + j[None, :].to(tl.int64) * k_s + e[:, None], mask=inside & (e < D)[:, None], other=0.0)
     dots = tl.dot(queries, keys, input_precision=PRECISION)
     scores, _ = score_tile(
         dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, 0.0, dense_at, dense_g,
-        dense_t, dense_j, (t < n_rows)[:, None] & there, CAP, SLOPE, TABLE, DENSE, True
+        dense_t, dense_j, (t < n_rows)[:, None] & inside, CAP, SLOPE, TABLE, DENSE, True
     )  # fmt: skip
     seen = visible_tile(
         t[:, None], j[None, :], offset, left, right, n_rows, key_end, q_docs, k_docs, tile_bits, m0, n0, LEFT, RIGHT,
@@ -90,7 +91,7 @@ def _scores(
 
 @triton.jit(do_not_specialize=_VARYING)
 def row_walk(
-    q, k, lse, entropy, best, places, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed, n_rows,
+    q, k, lse, entropy, best, top_keys, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed, n_rows,
     n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, first_head, q_b, q_h,
     q_t, k_b, k_h, k_s, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width, first_block,
     N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, LENGTHS: tl.constexpr, DOCS: tl.constexpr,
@@ -98,12 +99,12 @@ def row_walk(
     TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Program (b · H + h, block of queries): lse, entropy, and where KEEP the KEEP largest scores and their keys."""
+    """Program (b · H + h, block of queries): lse, entropy, and with KEEP > 0 the KEEP largest scores and their keys."""
     b, h = tl.program_id(0) // N_HEADS, tl.program_id(0) % N_HEADS
     block = first_block + tl.num_programs(1) - 1 - tl.program_id(1)
     m0 = block * BLOCK
     t, e = m0 + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    q_at, k_at, strip_at, dense_at, slope = _head_places(
+    q_at, k_at, strip_at, dense_at, slope = _head_pointers(
         q, k, strip, dense, slopes, b, h, reach, q_b, q_h, k_b, k_h, dense_b, dense_h, REP, SLOPE, TABLE
     )
     rows = (t < n_rows)[:, None]
@@ -142,7 +143,7 @@ def row_walk(
         product = (product + total * (top - higher)) * rescale + tl.sum(tl.where(weights > 0, weights * above, 0.0), 1)
         total = total * rescale + tl.sum(weights, 1)
         top = higher
-        if KEEP:  # one a row and turn: after the first blocks few scores are among the largest
+        if KEEP:  # one score per row and iteration; after the first blocks few scores are among the largest
             smallest = tl.min(kept, 1)
             while tl.max((largest > smallest).to(tl.int32), 0) > 0:
                 column, slot, enters = tl.argmax(scores, 1), tl.argmin(kept, 1), (largest > smallest)[:, None]
@@ -151,15 +152,15 @@ def row_walk(
                 kept_at = tl.where(into, (n0 + column)[:, None], kept_at)
                 scores = tl.where(enters & (tl.arange(0, BLOCK)[None, :] == column[:, None]), float("-inf"), scores)
                 largest, smallest = tl.max(scores, 1), tl.min(kept, 1)
-    blind = total == 0.0
-    total = tl.where(blind, 1.0, total)
+    is_empty = total == 0.0
+    total = tl.where(is_empty, 1.0, total)
     line_at = tl.program_id(0).to(tl.int64) * n_rows + t
-    tl.store(lse + line_at, tl.where(blind, float("inf"), (top + tl.log2(total)) * LN_2), mask=t < n_rows)
+    tl.store(lse + line_at, tl.where(is_empty, float("inf"), (top + tl.log2(total)) * LN_2), mask=t < n_rows)
     tl.store(entropy + line_at, tl.maximum((tl.log2(total) - product / total) * LN_2, 0.0), mask=t < n_rows)
     if KEEP:
         to = line_at[:, None] * KEEP + tl.arange(0, slots)[None, :]
         tl.store(best + to, kept * LN_2, mask=rows)
-        tl.store(places + to, kept_at, mask=rows)
+        tl.store(top_keys + to, kept_at, mask=rows)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -177,7 +178,7 @@ def column_walk(
     n0 = block * BLOCK
     j, e = n0 + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     n = tl.program_id(2) * CARRIED + tl.arange(0, CARRIED)
-    q_at, k_at, strip_at, dense_at, slope = _head_places(
+    q_at, k_at, strip_at, dense_at, slope = _head_pointers(
         q, k, strip, dense, slopes, b, h, reach, q_b, q_h, k_b, k_h, dense_b, dense_h, REP, SLOPE, TABLE
     )
     key_end = n_keys
@@ -207,22 +208,22 @@ def column_walk(
         norm = tl.load(lse + tl.program_id(0).to(tl.int64) * n_rows + t, mask=t < n_rows, other=float("inf")) * LOG2_E
         weights = tl.exp2(scores - norm[:, None])
         mask = (n < n_carried)[:, None] & (t < n_rows)[None, :]
-        some = tl.load(x_at + t[None, :].to(tl.int64) * x_t, mask=mask, other=0.0)
-        carried = tl.dot(some, weights, carried, input_precision=PRECISION)
+        x_tile = tl.load(x_at + t[None, :].to(tl.int64) * x_t, mask=mask, other=0.0)
+        carried = tl.dot(x_tile, weights, carried, input_precision=PRECISION)
     to = out + (tl.program_id(0).to(tl.int64) * n_carried + n[:, None]) * n_keys + j[None, :]
     tl.store(to, carried, mask=(n < n_carried)[:, None] & (j < n_keys)[None, :])
 
 
 @triton.jit
 def _cell_of(i, size, larger):
-    """The cell of ``torch.tensor_split`` in which i lies: the first ``larger`` have size + 1, the others size."""
+    """The cell of ``torch.tensor_split`` that contains i: the first ``larger`` cells have size + 1, the others size."""
     border = larger * (size + 1)
     return tl.where(i < border, i // (size + 1), larger + (i - border) // size)
 
 
 @triton.jit
 def _cell_start(cell, size, larger):
-    """Where a cell begins."""
+    """The first index of a cell."""
     return cell * size + tl.minimum(cell, larger)
 
 
@@ -236,15 +237,15 @@ def cell_walk(
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MAX: tl.constexpr, CELLS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Program (b · H + h, block of queries, column of cells): adds to out (B, H, n_tall, n_wide), or takes the MAX.
+    """Program (b · H + h, block of queries, column of cells): add to out (B, H, n_tall, n_wide), or take the MAX.
 
-    A block of queries touches at most CELLS cells of a column.
+    A block of queries overlaps at most CELLS cells of a column.
     """
     b, h = tl.program_id(0) // N_HEADS, tl.program_id(0) % N_HEADS
     block, c = tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     m0, from_key, to_key = block * BLOCK, _cell_start(c, wide, wide_larger), _cell_start(c + 1, wide, wide_larger)
     t, e = m0 + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    q_at, k_at, strip_at, dense_at, slope = _head_places(
+    q_at, k_at, strip_at, dense_at, slope = _head_pointers(
         q, k, strip, dense, slopes, b, h, reach, q_b, q_h, k_b, k_h, dense_b, dense_h, REP, SLOPE, TABLE
     )
     rows = (t < n_rows)[:, None]
@@ -259,7 +260,7 @@ def cell_walk(
     if PLAN:
         plan_at = plan + (b * plan_b + h * plan_h + block).to(tl.int64) * plan_width
         lo, hi = 0, tl.load(plan_at)
-    found = tl.zeros([BLOCK, BLOCK], tl.float32)  # reduced to one number at the end only
+    reduced = tl.zeros([BLOCK, BLOCK], tl.float32)  # reduced over rows and columns only at the end
     for at in range(lo, hi):
         n0, tile_bits = at * BLOCK, bits
         if PLAN:
@@ -275,9 +276,9 @@ def cell_walk(
             )  # fmt: skip
             weights = tl.exp2(scores - norm[:, None])
             weights = tl.where(((j >= from_key) & (j < to_key))[None, :], weights, 0.0)
-            found = tl.maximum(found, weights) if MAX else found + weights
+            reduced = tl.maximum(reduced, weights) if MAX else reduced + weights
     if lo < hi:
-        by_row = tl.max(found, 1) if MAX else tl.sum(found, 1)
+        by_row = tl.max(reduced, 1) if MAX else tl.sum(reduced, 1)
         line = _cell_of(t, tall, tall_larger)
         for i in tl.static_range(CELLS):
             a = tl.min(line, 0) + i
@@ -293,36 +294,36 @@ def cell_walk(
 
 
 def _launch(
-    kernel: Any, grid: tuple[int, ...], q: Tensor, k: Tensor, o: Options, given: Args, extra: Args, **own: Any
+    kernel: Any, grid: tuple[int, ...], q: Tensor, k: Tensor, o: Options, results: Args, extra: Args, **constants: Any
 ) -> None:
     plan = o.column_plan if kernel is column_walk else o.row_plan
     warps, stages = (WARPS, STAGES) if q.shape[3] <= 128 else (8, 1)
     kernel[grid](
-        q, k, *given, *tensors(o, q, None, plan, make_strip(o)), *numbers(o, q.shape[2], k.shape[2]), *q.stride()[:3],
+        q, k, *results, *tensors(o, q, None, plan, make_strip(o)), *numbers(o, q.shape[2], k.shape[2]), *q.stride()[:3],
         *k.stride()[:3], *dense_strides(o.dense), *plan_strides(plan), *extra, N_HEADS=q.shape[1],
-        REP=q.shape[1] // k.shape[1], D=q.shape[3], **flags(o), PRECISION=PRECISION, **own, BLOCK=BLOCK,
+        REP=q.shape[1] // k.shape[1], D=q.shape[3], **flags(o), PRECISION=PRECISION, **constants, BLOCK=BLOCK,
         BLOCK_D=padded_width(q.shape[3]), num_warps=warps, num_stages=stages
     )  # fmt: skip
 
 
 def row_statistics(q: Tensor, k: Tensor, o: Options, rows: slice, keep: int = 0) -> tuple[Tensor, ...]:
-    """lse and entropy (B, H, R) of some rows; with ``keep`` also their largest scores, falling, and the keys of these.
+    """lse and entropy (B, H, R) of some rows; with ``keep`` also their largest scores in descending order and the keys.
 
-    Both (B, H, R, keep); a key is -1 where a row sees fewer.
+    Scores and keys are (B, H, R, keep); if fewer keys are visible, the remaining ones are -1.
     """
     q, k = q.contiguous(), k.contiguous()
     first, last = rows.start // BLOCK, -(-rows.stop // BLOCK)
     slots = max(2, 1 << (keep - 1).bit_length()) if keep else 0
     lse, entropy = q.new_empty(2, *q.shape[:3])
     best = q.new_empty(*q.shape[:3], slots) if keep else lse
-    places = torch.empty(best.shape, dtype=torch.int32, device=q.device) if keep else lse
+    top_keys = torch.empty(best.shape, dtype=torch.int32, device=q.device) if keep else lse
     grid = (q.shape[0] * q.shape[1], last - first)
-    _launch(row_walk, grid, q, k, o, (lse, entropy, best, places), (first,), KEEP=slots)
+    _launch(row_walk, grid, q, k, o, (lse, entropy, best, top_keys), (first,), KEEP=slots)
     if not keep:
         return lse[:, :, rows], entropy[:, :, rows]
     best, order = best[:, :, rows].sort(dim=-1, descending=True)
-    places = places[:, :, rows].gather(-1, order).long()
-    return lse[:, :, rows], entropy[:, :, rows], best[..., :keep], places[..., :keep]
+    top_keys = top_keys[:, :, rows].gather(-1, order).long()
+    return lse[:, :, rows], entropy[:, :, rows], best[..., :keep], top_keys[..., :keep]
 
 
 def push_columns(q: Tensor, k: Tensor, lse: Tensor, x: Tensor, o: Options) -> Tensor:

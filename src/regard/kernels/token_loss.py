@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Cross-entropy and its slope in one pass: a row of bf16 logits is read, and overwritten by softmax(z) - y.
+"""Cross-entropy and its gradient in one kernel: each row of bf16 logits z is overwritten by its slope, softmax(z) - y.
 
-A program takes one row z: lse = log Σ exp z, the loss lse - z_y, then the slope in the place of z. The row's second
-reading comes from the cache. ``training.loss`` makes logits and gradients around it, and has the same in plain torch.
+A program handles one row: lse = log Σ exp z, the loss lse - z_y, then the slope in place of z. The second read of the
+row comes from the cache. ``training.loss`` computes logits and parameter gradients around it, and has a version in
+plain torch.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-LIFT = 32768.0  # of slopes in e5m2: what is at most 1 then uses its whole range
+LIFT = 32768.0  # factor of slopes in e5m2, so that numbers of at most 1 use its whole range
 _BLOCK, _WARPS = (128, 4) if INTERPRETED else (2048, 4)
 
 
 @triton.jit
 def _loss_and_slope(
-    logits, targets, losses, eighths, width, n_classes, smoothing, cap, ignore,
-    SMOOTHS: tl.constexpr, CAPS: tl.constexpr, SLOPE: tl.constexpr, EIGHTHS: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, losses, fp8_slope, width, n_classes, smoothing, cap, ignore,
+    SMOOTHS: tl.constexpr, CAPS: tl.constexpr, SLOPE: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Program (row): its loss and, in the place of its logits (rows, width), the slope; beyond n_classes is padding."""
+    """Program (row): its loss and, in place of its logits (rows, width), the slope; columns ≥ n_classes are padding."""
     row = tl.program_id(0).to(tl.int64)
     at, columns = logits + row * width, tl.arange(0, BLOCK)
     target = tl.load(targets + row)
@@ -34,12 +35,12 @@ def _loss_and_slope(
             for start in range(0, width, BLOCK):
                 nothing, inside = tl.zeros([BLOCK], tl.float32), start + columns < width
                 tl.store(at + start + columns, nothing.to(tl.bfloat16), mask=inside)
-                if EIGHTHS:
-                    tl.store(eighths + row * width + start + columns, nothing.to(tl.float8e5), mask=inside)
+                if FP8:
+                    tl.store(fp8_slope + row * width + start + columns, nothing.to(tl.float8e5), mask=inside)
         return
-    wanted = tl.load(at + target).to(tl.float32)
+    target_logit = tl.load(at + target).to(tl.float32)
     if CAPS:
-        wanted = cap * (2 * tl.sigmoid(2 * wanted / cap) - 1)
+        target_logit = cap * (2 * tl.sigmoid(2 * target_logit / cap) - 1)
     top = tl.full((), -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     summed = tl.zeros([BLOCK], tl.float32)
@@ -54,7 +55,7 @@ def _loss_and_slope(
         total = total * tl.exp2((top - higher) * 1.4426950408889634) + tl.exp2((z - higher) * 1.4426950408889634)
         top = higher
     lse = top + tl.log(tl.sum(total, 0))
-    loss = lse - (1 - smoothing) * wanted
+    loss = lse - (1 - smoothing) * target_logit
     if SMOOTHS:
         loss -= smoothing * tl.sum(summed, 0) / n_classes
     tl.store(losses + row, loss)
@@ -66,13 +67,13 @@ def _loss_and_slope(
                 z = cap * (2 * tl.sigmoid(2 * z / cap) - 1)
             slope = tl.exp2((z - lse) * 1.4426950408889634) - smoothing / n_classes
             slope -= tl.where(start + columns == target, 1 - smoothing, 0.0)
-            if CAPS:  # the slope of cap · tanh(z / cap)
+            if CAPS:  # the derivative of cap · tanh(z / cap)
                 slope *= 1 - (z / cap) * (z / cap)
             slope = tl.where(inside, slope, 0.0)
             tl.store(at + start + columns, slope.to(tl.bfloat16), mask=start + columns < width)
-            if EIGHTHS:
+            if FP8:
                 small = (slope * 32768.0).to(tl.float8e5)
-                tl.store(eighths + row * width + start + columns, small, mask=start + columns < width)
+                tl.store(fp8_slope + row * width + start + columns, small, mask=start + columns < width)
 
 
 def loss_and_slope(
@@ -83,18 +84,18 @@ def loss_and_slope(
     smoothing: float,
     cap: float | None,
     slope: bool,
-    eighths: Tensor | None = None,
+    fp8_slope: Tensor | None = None,
 ) -> Tensor:
-    """The loss of each row (rows,), 0 where the target is ``ignore``; bf16 ``logits`` (rows, width) become their slope.
+    """The loss of each row (rows,), 0 where the target is ``ignore``; with ``slope``, bf16 ``logits`` are overwritten.
 
-    Columns from ``n_classes`` on are padding. ``cap``: of logits cap · tanh(logit / cap). ``eighths`` (rows, width)
-    e5m2 takes the slope times LIFT as well.
+    Columns of the logits (rows, width) from ``n_classes`` on are padding. With ``cap`` the loss is that of
+    cap · tanh(logits / cap). The slope times LIFT is also written to ``fp8_slope`` (rows, width), in e5m2, if given.
     """
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _loss_and_slope[(len(logits),)](
-            logits, targets, losses, losses if eighths is None else eighths, logits.shape[1], n_classes, smoothing,
+            logits, targets, losses, losses if fp8_slope is None else fp8_slope, logits.shape[1], n_classes, smoothing,
             0.0 if cap is None else cap, ignore, SMOOTHS=smoothing > 0, CAPS=cap is not None, SLOPE=slope,
-            EIGHTHS=eighths is not None, BLOCK=_BLOCK, num_warps=_WARPS,
+            FP8=fp8_slope is not None, BLOCK=_BLOCK, num_warps=_WARPS,
         )  # fmt: skip
     return losses

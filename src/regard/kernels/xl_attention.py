@@ -3,13 +3,14 @@
 
     s_ij = scale · ((q_i + u) · k_j + (q_i + v) · r_{j-i})
 
-The second product depends on query and distance. For a chunk of queries it is one matrix product, (q + v) rᵀ, by query
-and distance; read with each row shifted by one it is a matrix by query and key (the paper's appendix B), which the
-flash kernels take as a dense bias. Backward they write dS in the same places, so that dr and its part of dq are two
-products.
+The second product depends on query and distance. For a chunk of queries it is one matrix product (q + v) rᵀ, indexed by
+query and distance; with each row shifted by one more, it is indexed by query and key (the paper's appendix B), and the
+flash kernels read it as a dense bias. In the backward pass they write dS with the same layout, so that dr and its part
+of dq are two more products.
 
-Shifts by one would make every load unaligned. So row t = 8g + c is multiplied with r shifted by c already, and the rest
-of its shift, 8g, keeps rows aligned: a batch of 8 · H products, of the rows with equal c. Chunks bound the memory.
+Shifts by one would make every load unaligned. Therefore row t = 8g + c is multiplied by r already shifted by c, and the
+remaining shift of 8g keeps rows aligned: a batch of 8 · H products, each over the rows with equal c. Chunks bound the
+memory.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from ..foundation.autograd import first_derivative_only
 from .attention_tiles import INTERPRETED
 from .flash_ops import GradientBuffers, Options, launch_backward, launch_forward, padded_width
 
-_MOST_BYTES = 384 << 20  # of the matrix of distances of a chunk; backward there are two
+_MOST_BYTES = 384 << 20  # size limit of a chunk's products; the backward pass has two such matrices
 _LEAST_ROWS, _MOST_ROWS = (16, 32) if INTERPRETED else (512, 1024)
-_FRONT, _BACK = 32, 48  # zeros around r, so that shifted and padded reads stay inside
+_FRONT, _BACK = 32, 48  # zeros before and after r, so that shifted and padded reads stay in bounds
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def _shift(
 
 @triton.jit
 def _clear(products, n_groups, width, last, BLOCK: tl.constexpr):
-    """Program (row (c, b, g) of a head, h): zeros in the columns before key 0 and from ``last`` + c on."""
+    """Program (row (c, b, g) of a head, h): write zeros to the columns before key 0 and from ``last`` + c on."""
     row, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = products + (h * tl.num_programs(0) + row) * width
     first, y = 8 * (n_groups - row % n_groups), tl.arange(0, BLOCK)
@@ -63,29 +64,29 @@ def _clear(products, n_groups, width, last, BLOCK: tl.constexpr):
 
 class _Chunk(NamedTuple):
     rows: slice
-    keys: slice  # those that some row may see
-    first: int  # column 0 of the products stands at this place of the shifted r
-    width: int  # columns of the products
+    keys: slice  # the keys visible to at least one of the rows
+    first: int  # index in the shifted r of column 0 of the products
+    width: int  # number of columns of the products
     options: Options
 
     @property
     def n_groups(self) -> int:
-        """Groups of eight rows; an even number, for alignment."""
+        """The number of groups of eight rows; even, for alignment."""
         return -(-(self.rows.stop - self.rows.start) // 16) * 2
 
     def of(self, q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The chunk's rows of queries, keys and values, or of their gradients."""
+        """The chunk's part of queries, keys and values, or of their gradients."""
         return q_u[:, :, self.rows], q_v[:, :, self.rows], k[:, :, self.keys], v[:, :, self.keys]
 
     def by_key(self, products: Tensor, n_batch: int) -> Tensor:
-        """(8 · H, B · groups, width) → the view (B, H, groups, 8, keys): key j stands in column j - 8g + 8 · groups."""
+        """(8 · H, B · groups, width) → a view (B, H, groups, 8, keys), where key j is column j - 8g + 8 · groups."""
         steps, n = products.shape[2], self.n_groups
         of_batch, of_shift, n_heads = n * steps, n_batch * n * steps, len(products) // 8
         shape = (n_batch, n_heads, n, 8, self.keys.stop - self.keys.start)
         return products.as_strided(shape, (of_batch, 8 * of_shift, steps - 8, of_shift, 1), 8 * n)
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """(B, H, C, D) → (8 · H, B · groups, D), the rows with equal t mod 8 together."""
+        """(B, H, C, D) → (8 · H, B · groups, D), with the rows of equal t mod 8 together."""
         b, h, _, d = x.shape
         missing = 8 * self.n_groups - x.shape[2]
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
@@ -106,7 +107,7 @@ def _bytes_per_row(q: Tensor, k: Tensor) -> int:
 
 
 def _head_parts(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Query heads and the key heads they share, in as few parts as leave room for enough rows in a chunk."""
+    """Query heads and the key heads they share, in the fewest parts that allow chunks of _LEAST_ROWS rows."""
     rep, n_groups, least = q.shape[1] // k.shape[1], k.shape[1], _LEAST_ROWS * _bytes_per_row(q, k)
     parts = next(n for n in range(1, n_groups + 1) if n_groups % n == 0 and (least <= n * _MOST_BYTES or n == n_groups))
     size = n_groups // parts
@@ -115,7 +116,7 @@ def _head_parts(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
-    """Pieces of the queries whose matrix of distances stays small."""
+    """Split the queries into chunks whose products stay small."""
     n_rows, n_keys = q.shape[2], k.shape[2]
     size = max(min(_MOST_BYTES // _bytes_per_row(q, k) // 128 * 128, _MOST_ROWS), min(128, _MOST_ROWS))
     for start in range(0, n_rows, size):
@@ -132,7 +133,7 @@ def _chunks(q: Tensor, k: Tensor, o: Options, low: int) -> Iterator[_Chunk]:
         )  # fmt: skip
         padded = -(-(stop - start) // 16) * 16
         last_column = padded + (last - first - 1 if o.right < 0 else min(last - first - 1, piece.offset + o.right + 7))
-        width = -(-(last_column + 9) // 16) * 16 + 8  # an odd number of eights: rows shifted by 8 stay aligned
+        width = -(-(last_column + 9) // 16) * 16 + 8  # an odd multiple of 8, so that rows shifted by 8 stay aligned
         yield _Chunk(slice(start, stop), slice(first, last), _FRONT - 8 - piece.offset - padded - low, width, piece)
 
 
@@ -231,14 +232,14 @@ def _gradients(
 
 
 def _unwritten_zero(chunk: _Chunk, products: Tensor, o: Options) -> Tensor:
-    """A buffer for dS, zero where the kernel writes nothing."""
+    """A buffer for dS that is zero wherever the kernel does not write."""
     only_causal = o.left < 0 and o.right == 0 and o.lengths is None and o.q_docs is None
     if not only_causal or 8 * chunk.n_groups > chunk.rows.stop - chunk.rows.start:
         return torch.zeros_like(products)
-    made, last = torch.empty_like(products), chunk.options.offset + 8 * chunk.n_groups + 1
+    out, last = torch.empty_like(products), chunk.options.offset + 8 * chunk.n_groups + 1
     n_rows = 8 * products.shape[1]
-    _clear[(n_rows, len(products) // 8)](made, chunk.n_groups, chunk.width, last, BLOCK=256, num_warps=1)
-    return made
+    _clear[(n_rows, len(products) // 8)](out, chunk.n_groups, chunk.width, last, BLOCK=256, num_warps=1)
+    return out
 
 
 @xl_backward.register_fake
@@ -263,7 +264,7 @@ xl_forward.register_autograd(_backward, setup_context=_setup)
 
 
 class _XL(torch.autograd.Function):
-    """``xl_forward`` without the dispatcher, for eager code."""
+    """``xl_forward`` for eager code, without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, o: Options, low: int, q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
@@ -280,7 +281,7 @@ class _XL(torch.autograd.Function):
 
 
 def xl_attention(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, v_bias: Tensor, low: int, o: Options) -> Tensor:
-    """Attention with u, v_bias (H, D) and r (H, distances from ``low``, D); differentiable in all of them."""
+    """Attention with u and v_bias (H, D) and r (H, distances from ``low``, D); differentiable in all tensors."""
     q_u, q_v = q + u[:, None], q + v_bias[:, None]
     if not torch.compiler.is_compiling():
         out: Tensor = _XL.apply(o, low, q_u, q_v, k, v, r)

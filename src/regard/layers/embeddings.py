@@ -1,4 +1,4 @@
-"""Token embeddings, and the sum of token, segment and position embeddings that enters a stack."""
+"""Token embeddings, and the sum of token, segment and position embeddings that is the input of a stack."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .positions import Learned, Sinusoidal, check_ids
 
 
 class TokenEmbedding(nn.Embedding):
-    """One vector per token, times `scale` (√d_model in Vaswani et al. 2017, §3.4).   ids (B, T) → (B, T, M)
+    """One vector per token, times ``scale`` (√d_model in Vaswani et al. 2017, §3.4).   ids (B, T) → (B, T, M)
 
-    Padding ids are embedded like any other; the attention mask excludes them.
+    Padding ids are embedded like any others; attention masks exclude them.
     """
 
     def __init__(self, vocab_size: int, d_model: int, scale: float = 1.0) -> None:
@@ -36,12 +36,12 @@ class TokenEmbedding(nn.Embedding):
 
 
 class Embeddings(nn.Module):
-    """projection(dropout(norm(token[ids] + segment[segments] + position[positions]))), each part but token optional.
+    """projection(dropout(norm(token[ids] + segment[segments] + position[positions]))), where every part is optional.
 
-    segment     table for sentence A / B (BERT); segment 0 everywhere when no segments are given
-    position    Sinusoidal or Learned; None where attention has the positions (RoPE, ALiBi, T5)
+    token       None if the model owns the table (shared by source, target and output) and passes vectors as ids
+    segment     table for sentence A / B (BERT); all tokens are in segment 0 by default
+    position    Sinusoidal or Learned; None if attention encodes the positions (RoPE, ALiBi, T5)
     projection  from a narrower table to d_model (ALBERT, Lan et al. 2020, §3.1)
-    token       None where the model owns the table (shared by source, target and output) and passes vectors as ids
     ids (B, T), positions (T,) or (B, T), by default 0 … T−1, segments (B, T) → (B, T, M)
     """
 
@@ -60,7 +60,8 @@ class Embeddings(nn.Module):
             if token is not None and part is not None and part.d_model != token.d_model:
                 raise ValueError(f"{name} has d_model={part.d_model}, but token has d_model={token.d_model}")
         if token is not None and projection is not None and projection.in_features != token.d_model:
-            raise ValueError(f"projection takes width {projection.in_features}, but token has d_model={token.d_model}")
+            width = projection.in_features
+            raise ValueError(f"projection expects width {width}, but token has d_model={token.d_model}")
         self.token, self.segment, self.position = token, segment, position
         self.norm, self.projection = norm, projection
         self.dropout = nn.Dropout(dropout)
@@ -74,7 +75,7 @@ class Embeddings(nn.Module):
         if self.position is not None:
             length, max_len = x.shape[1], self.position.max_len
             if positions is None and max_len is not None and length > max_len:
-                raise ValueError(f"the text has length {length}, but positions end at max_len={max_len}")
+                raise ValueError(f"the sequence has length {length}, but positions end at max_len={max_len}")
             positions = torch.arange(length, device=x.device) if positions is None else positions
             x = x + self.position(positions, x.dtype)
         if self.norm is not None:

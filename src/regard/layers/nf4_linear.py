@@ -1,9 +1,10 @@
-"""Weights in four bits: NormalFloat with double quantisation, for the frozen part of QLoRA (Dettmers et al. 2023).
+"""4-bit weights: NormalFloat with double quantisation, for the frozen part of QLoRA (Dettmers et al. 2023).
 
-W ≈ s ⊙ c[q],   c the 16 levels below, which a normal variable falls between equally often, s one scale for 64 weights
-s ≈ m + t ⊙ r / 127,   r int8, one t for 256 scales, m their mean
+W ≈ s ⊙ c[q],   with 16 levels c, equally likely for a normal variable, and one scale s per 64 weights
+s ≈ m + t ⊙ r / 127,   with r int8, one t per 256 scales, and m the mean of all scales
 
-4.13 bits a weight. The product dequantises and lets the result go; the backward pass dequantises again.
+This takes 4.13 bits per weight. The forward pass dequantises the weights and frees them; the backward pass dequantises
+them again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BLOCK, SCALES = 64, 256  # weights that share a scale, scales that share a step
+BLOCK = 64  # weights per scale
+SCALES = 256  # scales per step
 # Appendix E of the paper.
 _LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -24,7 +26,7 @@ _LEVELS = (
 
 
 class NF4Weight(nn.Module):
-    """A frozen matrix in four bits: ``codes`` two to a byte; ``scale_codes``, int8, ``scale_steps``, ``scale_mean``."""
+    """A frozen 4-bit matrix: ``codes``, two per byte, int8 ``scale_codes``, float32 ``scale_steps``, ``scale_mean``."""
 
     codes: Tensor
     scale_codes: Tensor
@@ -41,7 +43,7 @@ class NF4Weight(nn.Module):
         return dequantise_nf4(self.codes, self.scale_codes, self.scale_steps, self.scale_mean, self.shape, dtype)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x Wᵀ + b, in autocast's dtype where that is on."""
+        """x Wᵀ + b, in autocast's dtype if autocast is on."""
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
@@ -51,7 +53,7 @@ class NF4Weight(nn.Module):
 
 
 class NF4Linear(nn.Module):
-    """y = x Wᵀ + b with a frozen W in four bits.   (…, in) → (…, out)"""
+    """y = x Wᵀ + b with a frozen 4-bit W.   (…, in) → (…, out)"""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class NF4Linear(nn.Module):
         return self.frozen.product(x, self.bias)
 
     def plain(self) -> nn.Linear:
-        """A Linear with the weights as they were rounded."""
+        """A Linear with the dequantised weights."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         linear.weight, linear.bias = nn.Parameter(self.frozen.dequantise()), self.bias
         return linear.train(self.training)
@@ -74,7 +76,7 @@ class NF4Linear(nn.Module):
 
 @torch.no_grad()
 def quantise_nf4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes uint8 (two weights each), scales int8, their steps and mean float32."""
+    """Codes (uint8, two weights each), scales (int8), and the steps and mean of the scales (float32)."""
     flat = weight.detach().float().flatten()
     flat = F.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
     scale = flat.abs().amax(1)
@@ -82,7 +84,7 @@ def quantise_nf4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     padded = F.pad(scale - mean, (0, -scale.numel() % SCALES)).view(-1, SCALES)
     steps = padded.abs().amax(1) / 127
     scale_codes = (padded / steps.clamp(min=1e-30)[:, None]).round().to(torch.int8).flatten()[: scale.numel()]
-    # Against the scales as they will be read, so that their rounding costs no level.
+    # Quantise the weights with the rounded scales, which dequantisation will use.
     scale = _scales(scale_codes, steps, mean)
     levels = torch.tensor(_LEVELS, device=flat.device)
     middles = (levels[1:] + levels[:-1]) / 2
@@ -101,12 +103,12 @@ def dequantise_nf4(
 
 
 def _scales(codes: Tensor, steps: Tensor, mean: Tensor) -> Tensor:
-    """One for each block; rounding may not make a scale negative."""
+    """The scale of each block; clamped, because rounding could make a scale negative."""
     return (mean + codes * steps.repeat_interleave(SCALES)[: codes.numel()]).clamp(min=0)
 
 
 class _Product(torch.autograd.Function):
-    """x Wᵀ whose backward pass keeps the four bits, not the weights."""
+    """x Wᵀ that saves the 4-bit codes for backward, not the weights."""
 
     @staticmethod
     def forward(
@@ -117,7 +119,7 @@ class _Product(torch.autograd.Function):
         return F.linear(x, dequantise_nf4(codes, scale_codes, steps, mean, shape, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
-        (slope,), (codes, scale_codes, steps, mean) = slopes, ctx.saved_tensors
-        weight = dequantise_nf4(codes, scale_codes, steps, mean, ctx.shape, slope.dtype)
-        return slope @ weight, *[None] * 5
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (d_output,), (codes, scale_codes, steps, mean) = d_outputs, ctx.saved_tensors
+        weight = dequantise_nf4(codes, scale_codes, steps, mean, ctx.shape, d_output.dtype)
+        return d_output @ weight, *[None] * 5

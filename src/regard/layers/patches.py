@@ -1,4 +1,4 @@
-"""Embeddings of images: patches (ViT) and the features of detected regions."""
+"""Image embeddings: patches (ViT) and features of detected regions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .positions import Learned, Sinusoidal
 class PatchEmbedding(nn.Module):
     """Cut the image into p × p patches and map each to a vector (Dosovitskiy et al. 2021, eq. 1).
 
-    A convolution with kernel and stride p, weight (M, C, p, p), computed as one matrix product: fp32 stays exact on
-    GPUs, where convolutions default to TF32. Images may have another size than image_size.
+    A convolution with kernel size and stride p and weight (M, C, p, p), computed as one matrix product: this is exact
+    in fp32 on GPUs, where convolutions default to TF32. Images may differ in size from image_size.
     pixels (B, C, h·p, w·p) → (B, h·w, M), patches row by row
     """
 
@@ -40,7 +40,7 @@ class PatchEmbedding(nn.Module):
             nn.init.zeros_(self.bias)
 
     def grid_of(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches in an image of that size."""
+        """The number of rows and columns of patches in an image."""
         for name, size in (("height", height), ("width", width)):
             if size % self.patch:
                 raise ValueError(f"image {name}={size} is not divisible by patch={self.patch}")
@@ -48,7 +48,7 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         if pixels.ndim != 4 or pixels.shape[1] != self.channels:
-            raise ValueError(f"pixels have shape {tuple(pixels.shape)}, but (B, channels={self.channels}, H, W) is due")
+            raise ValueError(f"pixels must be (B, channels={self.channels}, H, W), got shape {tuple(pixels.shape)}")
         rows, cols = self.grid_of(*pixels.shape[2:])
         p = self.patch
         patches = pixels.unflatten(3, (cols, p)).unflatten(2, (rows, p))  # (B, C, rows, p, cols, p)
@@ -60,11 +60,12 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionEmbeddings(nn.Module):
-    """dropout(norm([class tokens; patches] + position)), each part but the patches optional (ViT, eq. 1).
+    """dropout(norm([class tokens; patches] + position)), where every part except the patches is optional (ViT, eq. 1).
 
-    Positions count the class tokens first, then the patches row by row. A Learned table for image_size is stretched
-    bicubically to images of another size (ViT, §3.2).
-    pixels (B, C, H, W) → (B, n_class_tokens + patches, M)
+    Positions number the class tokens first, then the patches row by row. A Learned table for image_size is interpolated
+    bicubically for images of another size (ViT, §3.2). Registers follow the class tokens and have no positions (Darcet
+    et al. 2024). ``masked`` patches (B, patches) are replaced by the mask token.
+    pixels (B, C, H, W) → (B, n_class_tokens + n_registers + patches, M)
     """
 
     def __init__(
@@ -73,28 +74,39 @@ class VisionEmbeddings(nn.Module):
         *,
         position: Learned | Sinusoidal | None = None,
         n_class_tokens: int = 1,
+        n_registers: int = 0,
+        mask_token: bool = False,
         norm: nn.Module | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        check_not_negative(n_class_tokens=n_class_tokens)
+        check_not_negative(n_class_tokens=n_class_tokens, n_registers=n_registers)
         if position is not None and position.d_model != patches.d_model:
             raise ValueError(f"position has d_model={position.d_model}, but patches have d_model={patches.d_model}")
         n_tokens = n_class_tokens + patches.n_patches
         if isinstance(position, Learned) and position.max_len != n_tokens:
-            raise ValueError(f"position has max_len={position.max_len}, but class tokens and patches make {n_tokens}")
-        self.patches, self.position, self.n_class_tokens = patches, position, n_class_tokens
+            max_len = position.max_len
+            raise ValueError(f"position has max_len={max_len}, but there are {n_tokens} class tokens and patches")
+        self.patches, self.position = patches, position
+        self.n_class_tokens, self.n_registers = n_class_tokens, n_registers
         self.class_token = nn.Parameter(torch.empty(n_class_tokens, patches.d_model)) if n_class_tokens else None
+        self.registers = nn.Parameter(torch.empty(n_registers, patches.d_model)) if n_registers else None
+        self.mask_token = nn.Parameter(torch.empty(patches.d_model)) if mask_token else None
         self.norm = norm
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.class_token is not None:
-            nn.init.normal_(self.class_token, std=0.02)
+        for tokens in (self.class_token, self.registers, self.mask_token):
+            if tokens is not None:
+                nn.init.normal_(tokens, std=0.02)
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor, masked: Tensor | None = None) -> Tensor:
         x: Tensor = self.patches(pixels)  # (B, N, M)
+        if masked is not None:
+            if self.mask_token is None:
+                raise ValueError("masked patches need a mask token: build the model with mask_token=True")
+            x = torch.where(masked[..., None], self.mask_token.to(x.dtype), x)
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(x.shape[0], -1, -1), x), dim=1)
         if isinstance(self.position, Learned):
@@ -104,26 +116,31 @@ class VisionEmbeddings(nn.Module):
             x = x + table.to(x.dtype)
         elif self.position is not None:
             x = x + self.position(torch.arange(x.shape[1], device=x.device), x.dtype)
+        if self.registers is not None:
+            registers = self.registers.to(x.dtype).expand(x.shape[0], -1, -1)
+            x = torch.cat((x[:, : self.n_class_tokens], registers, x[:, self.n_class_tokens :]), dim=1)
         if self.norm is not None:
             x = self.norm(x)
         return self.dropout(x)
 
 
 def interpolate_positions(table: Tensor, old: tuple[int, int], new: tuple[int, int], n_class_tokens: int = 1) -> Tensor:
-    """Stretch a learned table (n_class_tokens + old rows·cols, M) bicubically to the new grid; class tokens stay."""
-    if table.shape[0] != n_class_tokens + old[0] * old[1]:
-        raise ValueError(f"table has {table.shape[0]} rows, but {n_class_tokens} class tokens and a grid {old} differ")
-    fixed, image = table[:n_class_tokens], table[n_class_tokens:]
+    """Interpolate a learned table (n_class_tokens + old rows·cols, M) bicubically to a new grid; keep class tokens."""
+    n_rows = n_class_tokens + old[0] * old[1]
+    if table.shape[0] != n_rows:
+        parts = f"{n_class_tokens} class tokens and a grid of {old} patches"
+        raise ValueError(f"table has {table.shape[0]} rows, but {parts} need {n_rows}")
+    class_tokens, image = table[:n_class_tokens], table[n_class_tokens:]
     wide = torch.promote_types(table.dtype, torch.float32)
     image = image.to(wide).unflatten(0, old).permute(2, 0, 1).unsqueeze(0)  # (1, M, rows, cols)
     image = F.interpolate(image, size=new, mode="bicubic", align_corners=False)
-    return torch.cat((fixed, image[0].permute(1, 2, 0).flatten(0, 1).to(table.dtype)))
+    return torch.cat((class_tokens, image[0].permute(1, 2, 0).flatten(0, 1).to(table.dtype)))
 
 
 class RegionEmbedding(nn.Module):
-    """Features of image regions mapped to the model's width (bottom-up attention, Anderson et al. 2018).
+    """Features of image regions, projected to the model's width (bottom-up attention, Anderson et al. 2018).
 
-    y = dropout(norm(features W_f + boxes W_b)), the boxes (d_box = 4 or 5 numbers, see `box_geometry`) as in ViLBERT.
+    y = dropout(norm(features W_f + boxes W_b)), with boxes of d_box = 4 or 5 numbers as in ViLBERT (``box_geometry``).
     features (B, R, d_region), boxes (B, R, d_box) → (B, R, M)
     """
 
@@ -144,9 +161,10 @@ class RegionEmbedding(nn.Module):
         if features.shape[-1] != self.d_region:
             raise ValueError(f"features have width {features.shape[-1]}, but d_region={self.d_region}")
         x: Tensor = self.w_feature(features)
-        if (0 if boxes is None else boxes.shape[-1]) != self.d_box:
-            given = "no boxes were given" if boxes is None else f"boxes have {boxes.shape[-1]} numbers"
-            raise ValueError(f"{given}, but d_box={self.d_box}")
+        d_box = 0 if boxes is None else boxes.shape[-1]
+        if d_box != self.d_box:
+            problem = "no boxes were given" if boxes is None else f"boxes have {d_box} numbers"
+            raise ValueError(f"{problem}, but d_box={self.d_box}")
         if boxes is not None and self.w_box is not None:
             x = x + self.w_box(boxes)
         if self.norm is not None:
@@ -155,7 +173,7 @@ class RegionEmbedding(nn.Module):
 
 
 def box_geometry(corners: Tensor, height: int, width: int) -> Tensor:
-    """Corners (x1, y1, x2, y2) in pixels → (x1/W, y1/H, x2/W, y2/H, area/(W·H)), the five numbers of ViLBERT."""
+    """Corners (x1, y1, x2, y2) in pixels → (x1/W, y1/H, x2/W, y2/H, area/(W·H)), as in ViLBERT."""
     scaled = corners / torch.tensor([width, height, width, height], dtype=corners.dtype, device=corners.device)
     area = (scaled[..., 2] - scaled[..., 0]) * (scaled[..., 3] - scaled[..., 1])
     return torch.cat((scaled, area.unsqueeze(-1)), dim=-1)

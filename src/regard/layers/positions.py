@@ -1,4 +1,4 @@
-"""Absolute position embeddings, sinusoidal and learned, and the check of position and token ids."""
+"""Absolute position embeddings, sinusoidal and learned, and a range check for positions and token ids."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Sinusoidal(nn.Module):
 
     PE(pos, 2i) = sin(pos / 10000^(2i / d_model)),   PE(pos, 2i+1) = cos(pos / 10000^(2i / d_model))
 
-    layout "interleaved" is the paper's order; "halves" has all sines first, then all cosines (Marian); "fairseq" that
-    with exponents i / (M/2 − 1), so that the last wavelength is 10000 (M2M-100). ``offset`` is added to positions.
-    Positions from ``max_len`` on are refused where it is given. A negative position (padding) gives zeros.
+    Layout "interleaved" is the paper's order; "halves" has all sines first, then all cosines (Marian); "fairseq" is
+    "halves" with exponents i / (M/2 − 1), so that the last frequency is 1/10000 (M2M-100). ``offset`` is added to the
+    positions. With ``max_len``, larger positions are an error. A negative position (padding) gives zeros.
     positions (T,) or (B, T) → (T, M) or (B, T, M)
     """
 
@@ -32,7 +32,7 @@ class Sinusoidal(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         if self.max_len is not None:
             check_ids("positions", positions, -1, self.max_len, "max_len")
-        # float64 keeps the phase exact in fp32 at any position; mps has no float64.
+        # With float64 the result is exact to fp32 at any position; mps has no float64.
         exact = torch.float32 if positions.device.type == "mps" else torch.float64
         pair = torch.arange((self.d_model + 1) // 2, dtype=exact, device=positions.device)
         exponents = 2.0 * pair / self.d_model
@@ -51,10 +51,10 @@ class Sinusoidal(nn.Module):
 
 
 class Learned(nn.Embedding):
-    """One trained vector per position (Gehring et al. 2017): PE(pos) = weight[pos + offset].
+    """One learned vector per position (Gehring et al. 2017): PE(pos) = weight[pos + offset].
 
-    The first `offset` rows belong to no position (BART and OPT keep 2 such rows); weight is (max_len + offset, M).
-    positions (T,) or (B, T), −1 ≤ position < max_len → (T, M) or (B, T, M)
+    weight is (max_len + offset, M); its first ``offset`` rows are unused (2 in BART and OPT).
+    positions (T,) or (B, T), −1 ≤ position < max_len, −1 giving zeros → (T, M) or (B, T, M)
     """
 
     def __init__(self, max_len: int, d_model: int, offset: int = 0) -> None:
@@ -77,9 +77,9 @@ class Learned(nn.Embedding):
 
 
 def check_ids(name: str, ids: Tensor, low: int, limit: int, limit_name: str) -> None:
-    """Raise for ids that are not integers or lie outside low … limit − 1; values that cannot be read are not checked.
+    """Raise unless ids are integers from low to limit − 1; values that cannot be read (tracing, capture) are skipped.
 
-    On a GPU reading them waits for the device, but a device-side assertion would end the process's CUDA context.
+    On a GPU the check synchronises, but without it a device-side assertion would make the CUDA context unusable.
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, not {ids.dtype}")
@@ -90,6 +90,6 @@ def check_ids(name: str, ids: Tensor, low: int, limit: int, limit_name: str) -> 
         return
     smallest, largest = (int(value) for value in ids.aminmax())
     if largest >= limit:
-        raise ValueError(f"{name} goes up to {largest}, but {limit_name}={limit} allows at most {limit - 1}")
+        raise ValueError(f"{name} go up to {largest}, but {limit_name}={limit} allows at most {limit - 1}")
     if smallest < low:
-        raise ValueError(f"{name} goes down to {smallest}, but the smallest allowed is {low}")
+        raise ValueError(f"{name} go down to {smallest}, but the smallest allowed is {low}")

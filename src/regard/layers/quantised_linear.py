@@ -2,12 +2,12 @@
 
 W ≈ diag(s) Q,  s_n = max_m |W_nm| / 127,   y = s ⊙ (Q round(x / t)) t + b,  t = max_m |x_m| / 127
 
-A few inputs of a trained model are a hundred times larger than all others, which t would round to nothing. The columns
-of W for the largest inputs, one of 64, stay float32 (Dettmers et al. 2022), where it is known which those are.
+In a trained model a few inputs are a hundred times larger than all others, which would then be rounded to 0. If the
+sizes of the inputs are known, the columns of W for the largest ones, 1 in 64, stay float32 (Dettmers et al. 2022).
 
-On a CPU the product is FBGEMM's over packed weights; elsewhere, and while tracing, plain integer arithmetic.
-State: ``weight`` int8 (out, in), ``scale`` float32 (out,) and ``bias`` float32 (out,) or none; ``columns`` (n,) and
-``column_weight`` float32 (out, n) where some stay float32, with 0 in their place in ``weight``.
+On a CPU the product is FBGEMM's with packed weights; elsewhere, and while tracing, it is plain integer arithmetic.
+State: ``weight`` int8 (out, in), ``scale`` float32 (out,), ``bias`` float32 (out,) or None; with float columns also
+``columns`` (n,) and ``column_weight`` float32 (out, n), and ``weight`` is 0 in those columns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .embeddings import TokenEmbedding
 from .positions import check_ids
 
 _MAX_INT8 = 127
-_FLOAT_COLUMNS = 64  # one column of so many stays float32, and four at least
-# (float32 rows, their scale and zero point, packed weights) → float32; None where torch lacks it.
+_FLOAT_COLUMNS = 64  # one in this many columns stays float32, but at least four
+# (float32 rows, their scale and zero point, packed weights) → float32; None if torch lacks it.
 _packed_product: Any = getattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32", None)
 _pack_lock = threading.Lock()  # torch.backends.quantized.engine is global
 
@@ -42,14 +42,14 @@ def quantise_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FloatColumns(NamedTuple):
-    """Columns of a matrix that stay float32: which, (n,), and their numbers (out, n)."""
+    """Columns of a matrix that stay float32: their indices (n,) and weights (out, n)."""
 
     columns: Tensor
     column_weight: Tensor
 
 
 def split_columns(weight: Tensor, input_sizes: Tensor) -> tuple[Tensor, FloatColumns]:
-    """Weights (out, in) with 0 in the columns for the largest inputs, by their sizes (in,), and those columns."""
+    """Split weights (out, in) by the sizes of the inputs (in,): 0 in the columns of the largest, and those columns."""
     n_columns = min(len(input_sizes), max(4, -(-len(input_sizes) // _FLOAT_COLUMNS)))
     columns = input_sizes.topk(n_columns).indices.sort().values
     weight = weight.detach().float()
@@ -82,7 +82,7 @@ class Int8Linear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, input_sizes: Tensor | None = None) -> Int8Linear:
-        """``input_sizes`` (in,): how large each input gets; without them no column stays float32."""
+        """Quantise a Linear; ``input_sizes`` (in,), the magnitudes of its inputs, decide which columns stay float32."""
         bias: Tensor | None = linear.bias
         weight, floats = (linear.weight, None) if input_sizes is None else split_columns(linear.weight, input_sizes)
         return cls(*quantise_weight(weight), None if bias is None else bias.detach().float().clone(), floats)
@@ -99,8 +99,8 @@ class Int8Linear(nn.Module):
         """x Wᵀ + bias for float32 rows (R, in)."""
         if self.columns is None or self.column_weight is None:
             return self._int8_rows(x, bias)
-        apart = x[:, self.columns] @ self.column_weight.float().t()
-        return self._int8_rows(x.index_fill(1, self.columns, 0.0), bias) + apart
+        float_part = x[:, self.columns] @ self.column_weight.float().t()
+        return self._int8_rows(x.index_fill(1, self.columns, 0.0), bias) + float_part
 
     def _int8_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if torch.compiler.is_compiling() or x.device.type != "cpu" or len(x) == 0 or not _can_pack():
@@ -109,11 +109,11 @@ class Int8Linear(nn.Module):
         if self._packed is None:
             self._packed = _pack_weight(self.weight, self.scale)
         levels, packed = _input_levels(), self._packed
-        if len(x) == 1:  # the row's scale is an argument of the product
+        if len(x) == 1:  # the scale of a single row can be passed to the product
             largest = float(torch.linalg.vector_norm(x, math.inf)) or 1.0
             out = _packed_product(x, largest / levels, levels + 1, packed)
             return out if bias is None else out.add_(bias)
-        # A row of zeros becomes 0 / 0, which rounds to some integer; times row_max it is 0 again.
+        # A row of zeros becomes 0 / 0, which is quantised to some integer; multiplied by row_max = 0 it is 0 again.
         row_max = x.abs().amax(1, keepdim=True)  # (R, 1)
         out = _packed_product(x / row_max, 1 / levels, levels + 1, packed)
         return out.mul_(row_max) if bias is None else torch.addcmul(bias.float(), out, row_max, out=out)
@@ -137,14 +137,14 @@ class Int8Linear(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_packed": None}  # copies pack their own
+        return {**self.__dict__, "_packed": None}  # each copy packs its own weights
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, int8"
 
 
 class Int8Embedding(Int8Linear):
-    """A token table in int8, times ``factor``; a tied head uses it as output matrix (``product``)."""
+    """A token table in int8, times ``factor``; a tied head uses it as its output matrix (``product``)."""
 
     def __init__(self, weight: Tensor, scale: Tensor, factor: float = 1.0, floats: FloatColumns | None = None) -> None:
         super().__init__(weight, scale, floats=floats)
@@ -161,7 +161,7 @@ class Int8Embedding(Int8Linear):
 
 
 class Int8Head(nn.Module):
-    """A head whose output matrix is int8: its own or a tied table's."""
+    """A head whose output matrix is int8: its own, or a tied token table."""
 
     bias: Tensor | None
 
@@ -174,24 +174,24 @@ class Int8Head(nn.Module):
             self.output = Int8Linear(*quantise_weight(weight), None, floats)
         head.weight = head.bias = None
         self.inner = head  # the part before the output matrix
-        self._tied = (tied,)  # in a tuple, so that it is no submodule and is saved once
+        self._tied = (tied,)  # in a tuple, so that it is not a submodule and is saved only once
 
     def hidden(self, x: Tensor) -> Tensor:
         """The input of the output matrix."""
         return self.inner.hidden(x)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
-        """x (B, T, M) → (B, T, V); ``table``, an argument of plain heads, is not used."""
+        """x (B, T, M) → (B, T, V); ``table`` is ignored, unlike in plain heads."""
         output = self._tied[0] if self.output is None else self.output
         assert output is not None
         return self.inner.cap_logits(output.product(self.hidden(x), self.bias))
 
 
 def quantise(model: nn.Module, input_sizes: Mapping[str, Tensor] | None = None) -> nn.Module:
-    """Convert a model's linear maps, token tables and output matrix to int8 in place; norms and positions stay.
+    """Convert a model's linear maps, token tables and output matrix to int8, in place; norms and positions stay float.
 
-    ``input_sizes``: how large each input of a linear map gets, by the map's name, and of the output matrix, by "head";
-    the columns for the largest stay float32.
+    ``input_sizes`` are the magnitudes of each linear map's inputs, by the map's name, and "head" for the output matrix;
+    the columns of the largest inputs stay float32.
     """
     sizes = {} if input_sizes is None else input_sizes
     for parent, module in list(model.named_modules()):
@@ -215,13 +215,13 @@ def quantise(model: nn.Module, input_sizes: Mapping[str, Tensor] | None = None) 
 
 @cache
 def _input_levels() -> int:
-    """Input levels on either side of 0; without VNNI a CPU adds products in 16 bits, where 7-bit inputs are safe."""
+    """Input levels on either side of 0; without VNNI a CPU accumulates in 16 bits, which only 7-bit inputs fit."""
     return _MAX_INT8 if torch.cpu._is_vnni_supported() else 63
 
 
 @cache
 def _can_pack() -> bool:
-    """Whether this build of torch and this CPU have the packed product."""
+    """Whether this build of torch and this CPU support the packed product."""
     if _packed_product is None or "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     try:

@@ -1,7 +1,7 @@
-"""Rotary position embeddings (RoPE), and the scalings that extend them to contexts longer than those trained on.
+"""Rotary position embeddings (RoPE), and the scalings that extend them beyond the context length of training.
 
-Frequencies are computed in fp32 on the CPU with the same operations as transformers: at position 100,000 their last
-bit changes the third decimal of an angle, so more exact frequencies would be a different model.
+Frequencies are computed in fp32 on the CPU by the same operations as in transformers: at position 100,000 their last
+bit changes the third decimal of an angle, so more exact frequencies would give different outputs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..foundation.checks import check_positive
 
 
 class Frequencies(NamedTuple):
-    short: Tensor  # (D/2,) radians per position of each pair of dimensions
-    long: Tensor | None = None  # (D/2,) those beyond the original length (longrope)
+    short: Tensor  # (dim/2,) radians per position, for each pair of dimensions
+    long: Tensor | None = None  # (dim/2,) frequencies beyond the original length (longrope)
     attention_factor: float = 1.0  # multiplies cos and sin
 
 
@@ -39,10 +39,10 @@ def frequencies(scaling: RopeScalingConfig | None, dim: int, base: float, max_le
         return Frequencies(plain / scaling.factor)
     if scaling.kind == "dynamic":
         if max_len is None:
-            raise ValueError("rope scaling kind 'dynamic' needs Rope's max_len, the length beyond which it stretches")
+            raise ValueError("rope scaling kind 'dynamic' needs Rope's max_len, beyond which it scales")
         if dim <= 2:
             raise ValueError(f"rope scaling kind 'dynamic' needs more than 2 rotated dimensions, not {dim}")
-        return Frequencies(plain)  # up to max_len; Rope recomputes them beyond
+        return Frequencies(plain)  # up to max_len; Rope recomputes them for longer inputs
     original, factor = original_length(scaling, max_len), scaling.factor
     if factor is None:
         if max_len is None:
@@ -52,22 +52,23 @@ def frequencies(scaling: RopeScalingConfig | None, dim: int, base: float, max_le
 
 
 def _yarn(scaling: RopeScalingConfig, dim: int, base: float, original: int, factor: float) -> Frequencies:
-    """Fast pairs keep their frequency, slow pairs are divided by factor, with a linear ramp between them."""
+    """High frequencies are kept, low ones divided by factor, with a linear ramp between them (Peng et al. 2023)."""
     attention_factor = scaling.attention_factor
     if attention_factor is None and scaling.mscale and scaling.mscale_all_dim:
         attention_factor = _yarn_mscale(factor, scaling.mscale) / _yarn_mscale(factor, scaling.mscale_all_dim)
     elif attention_factor is None:
         attention_factor = _yarn_mscale(factor, 1.0)
 
-    def dimension_turning(times: float) -> float:
-        return (dim * math.log(original / (times * 2 * math.pi))) / (2 * math.log(base))
+    def pair_with_rotations(n: float) -> float:
+        """The (fractional) pair that makes n full rotations over the original length."""
+        return (dim * math.log(original / (n * 2 * math.pi))) / (2 * math.log(base))
 
-    low, high = dimension_turning(scaling.beta_fast or 32), dimension_turning(scaling.beta_slow or 1)
+    low, high = pair_with_rotations(scaling.beta_fast or 32), pair_with_rotations(scaling.beta_slow or 1)
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # a ramp of no width would divide by zero
+        high += 0.001  # avoid a division by zero
     pair = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
     keep = 1 - ((pair - low) / (high - low)).clamp(0, 1)
     powers: Tensor = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
@@ -79,7 +80,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def _llama3(scaling: RopeScalingConfig, dim: int, base: float, original: int, factor: float) -> Frequencies:
-    """Wavelengths above original/low are divided by factor, those below original/high kept, smoothed between."""
+    """Wavelengths below original/high are kept, those above original/low multiplied by factor, blended in between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert low is not None and high is not None
     table = base_frequencies(dim, base)
@@ -92,7 +93,7 @@ def _llama3(scaling: RopeScalingConfig, dim: int, base: float, original: int, fa
 
 
 def _longrope(scaling: RopeScalingConfig, dim: int, base: float, original: int, factor: float) -> Frequencies:
-    """One divisor per pair: short_factor up to the original length, long_factor beyond it."""
+    """One divisor per pair of dimensions: short_factor up to the original length, long_factor beyond it."""
     attention_factor = scaling.attention_factor
     if attention_factor is None:
         attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -107,7 +108,7 @@ def _longrope(scaling: RopeScalingConfig, dim: int, base: float, original: int, 
 
 
 def original_length(scaling: RopeScalingConfig, max_len: int | None) -> int:
-    """The length the frequencies were trained for: original_max_len, else Rope's max_len."""
+    """The context length of training: original_max_len, or Rope's max_len if it is not set."""
     original = scaling.original_max_len or max_len
     if original is None:
         raise ValueError(f"rope scaling kind {scaling.kind!r} needs original_max_len, or Rope's max_len")
@@ -119,8 +120,8 @@ class Rope(nn.Module):
 
     (x_i, x_{i+d/2}) → (x_i cos pθ_i − x_{i+d/2} sin pθ_i,  x_{i+d/2} cos pθ_i + x_i sin pθ_i),   θ_i = base^(−2i/d)
 
-    Only the first d_rotary = fraction · d_head dimensions are rotated. Angles and the rotation are fp32. "dynamic" and
-    "longrope" choose frequencies by ``length``, by default the largest position + 1.
+    Only the first d_rotary = fraction · d_head dimensions are rotated. Angles and rotation are computed in fp32.
+    Scalings "dynamic" and "longrope" choose the frequencies by ``length``, by default the largest position + 1.
     x (B, H, T, D), positions (T,) or (B, T) → (B, H, T, D)
     """
 
@@ -143,7 +144,7 @@ class Rope(nn.Module):
         self.base, self.scaling, self.max_len = float(base), scaling, max_len
         table = frequencies(scaling, self.d_rotary, self.base, max_len)
         self.attention_factor = table.attention_factor
-        # Kept as Python numbers too: casts to half precision and the meta device would change or lose the buffers.
+        # Python copies, because casts to half precision and the meta device would change or lose the buffers.
         self._short: list[float] = table.short.tolist()
         self._long: list[float] | None = None if table.long is None else table.long.tolist()
         for name, values in zip(("short", "long"), self._tables_on(None), strict=True):
@@ -153,18 +154,18 @@ class Rope(nn.Module):
         if x.shape[-1] != self.d_head:
             raise ValueError(f"x has heads of width {x.shape[-1]}, but d_head={self.d_head}")
         if positions.shape[-1] != x.shape[-2]:
-            raise ValueError(f"positions has length {positions.shape[-1]}, but x has length {x.shape[-2]}")
+            raise ValueError(f"positions have length {positions.shape[-1]}, but x has length {x.shape[-2]}")
         return rotate(x, *self.angles(positions, length))
 
     def angles(self, positions: Tensor, length: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin of every angle, times attention_factor, in fp32; positions (…, T) → two of (…, T, d_rotary/2)."""
+        """cos and sin of the angles, times attention_factor, in fp32; positions (…, T) → (…, T, d_rotary/2) each."""
         theta = positions.to(torch.float32).unsqueeze(-1) * self._frequencies(positions, length)
         return theta.cos() * self.attention_factor, theta.sin() * self.attention_factor
 
     def _frequencies(self, positions: Tensor, length: int | Tensor | None) -> Tensor:
         short, long, scaling = self.short, self.long, self.scaling
         if short.device != positions.device:
-            # load_state_dict(assign=True) on a model built on meta leaves non-persistent buffers there: rebuild them.
+            # load_state_dict(assign=True) leaves the non-persistent buffers of a meta model on meta: rebuild them.
             short, long = self._tables_on(positions.device)
             if not torch.compiler.is_compiling():
                 self.short, self.long = short, long
@@ -188,7 +189,7 @@ class Rope(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        self.short, self.long = self._tables_on(self.short.device)  # undo .half() and .to_empty()
+        self.short, self.long = self._tables_on(self.short.device)  # undo the effect of .half() and .to_empty()
         return self
 
     def extra_repr(self) -> str:
@@ -196,7 +197,7 @@ class Rope(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d_rotary/2) of x (B, H, T, D); cos and sin (T, d_rotary/2) or (B, T, d_rotary/2)."""
+    """Rotate the pairs (i, i + d_rotary/2) of x (B, H, T, D); cos and sin are (T, d_rotary/2) or (B, T, d_rotary/2)."""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)  # (…, 1, T, d_rotary/2): the same for every head
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -205,31 +206,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotated_width(d_head: int, fraction: float) -> int:
-    """How many of a head's dimensions are rotated; an even number."""
+    """The number of dimensions of a head that are rotated, which must be even."""
     if not 0.0 < fraction <= 1.0:
         raise ValueError(f"fraction={fraction} must lie in (0, 1]")
     width = int(d_head * fraction)
     if width < 2 or width % 2:
-        raise ValueError(f"d_head={d_head} times fraction={fraction} gives {width} rotated dimensions; it must be even")
+        product = f"d_head={d_head} times fraction={fraction}"
+        raise ValueError(f"{product} gives {width} rotated dimensions; the number must be even and positive")
     return width
 
 
 def interleaved_to_half(weight: Tensor, n_heads: int, fraction: float = 1.0) -> Tensor:
     """Reorder the output rows of a query or key projection from pairs (2i, 2i+1) (GPT-J) to pairs (i, i + d/2).
 
-    weight (n_heads · D, …), a bias (n_heads · D,) too; q·k is unchanged when both projections are reordered.
+    weight is (n_heads · D, …) or a bias (n_heads · D,). If both projections are reordered, q·k is unchanged.
     """
     return _reorder(weight, n_heads, fraction, lambda rows: rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2))
 
 
 def half_to_interleaved(weight: Tensor, n_heads: int, fraction: float = 1.0) -> Tensor:
-    """The inverse of `interleaved_to_half`."""
+    """The inverse of ``interleaved_to_half``."""
     return _reorder(weight, n_heads, fraction, lambda rows: rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
 
 
-def _reorder(weight: Tensor, n_heads: int, fraction: float, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _reorder(weight: Tensor, n_heads: int, fraction: float, permute: Callable[[Tensor], Tensor]) -> Tensor:
     if n_heads < 1 or weight.shape[0] % n_heads:
-        raise ValueError(f"weight has {weight.shape[0]} rows, which n_heads={n_heads} does not divide")
+        raise ValueError(f"weight has {weight.shape[0]} rows, which is not divisible by n_heads={n_heads}")
     heads = weight.unflatten(0, (n_heads, -1))  # (H, D, …)
     width = rotated_width(heads.shape[1], fraction)
-    return torch.cat((change(heads[:, :width]), heads[:, width:]), dim=1).flatten(0, 1)
+    return torch.cat((permute(heads[:, :width]), heads[:, width:]), dim=1).flatten(0, 1)

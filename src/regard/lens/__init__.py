@@ -1,4 +1,4 @@
-"""The lens: from taps to pictures. ``look`` at a text or an image, and read any attention weight of any head."""
+"""Interpretability: ``look`` at one text or image and read any attention weight of any head."""
 
 from .labels import Label
 from .look import Look, Next, look

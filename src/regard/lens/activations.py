@@ -1,7 +1,7 @@
-"""``capture``: one pass of a model, on its fast path, with the activations of chosen hook sites kept.
+"""``capture``: one forward pass of a model on its fast path that keeps the activations of chosen hook sites.
 
-Attention patterns are not among them: they are recomputed from q and k when they are read. Compiled models run eagerly
-during the pass; fused attention stays fused.
+Attention patterns are not stored but recomputed from q and k when they are read; likewise derived sites, and the widest
+activations from narrower ones. Compiled models run eagerly during the pass; fused attention stays fused.
 """
 
 from __future__ import annotations
@@ -17,34 +17,43 @@ from torch import Tensor
 
 from ..attention import AttentionMap
 from ..attention.attention_map import Pick, as_span
-from ..attention.edits import use_edit
+from ..attention.edits import has_edits, use_edit
 from ..attention.score_matrix import AttentionCall
 from ..foundation.checks import did_you_mean
 from ..generation.generate import inference
 from ..generation.prompts import image_pixels, token_rows
 from ..generation.text_codec import ModelTokenizers
-from ..models import Model, ModelOrPath, open_model
-from ..models.base_model import mask_from_padding
+from ..models import Model, ModelOrPath, TwoTower, open_model
 from ..models.components import vision_inputs
-from ..models.sites import HookSite, full_name
-from .capture import attention_name, attention_sites, resolve_kind, write_target
+from ..models.sites import CLASSES, HookSite, full_name
+from .capture import attention_name, attention_site, attention_sites, resolve_kind, write_target
 from .capture_inputs import read_target_ids
 from .interventions import SiteEdit
+from .notebook import table_html
+from .recomputed import (
+    RecomputedActivation,
+    derive_later,
+    logits_of_states,
+    recompute_later,
+    results_of_heads,
+    token_of,
+)
+from .residual import norm_before, norm_scale
 
 if TYPE_CHECKING:
     from .attribution import LogitAttribution
     from .why import ScoreSplit
 
-Metric = Callable[[Tensor], Tensor]  # logits (B, T, V) or (B, classes) → a number, or one for each prompt (B,)
+Metric = Callable[[Tensor], Tensor]  # logits (B, T, V) or (B, classes) → a scalar, or one value per prompt (B,)
 
 
 class PassInputs(NamedTuple):
-    """What a model is called with, for one or several prompts padded on the right."""
+    """The arguments of one forward pass over one or several prompts, padded on the right."""
 
     tensors: tuple[Tensor, ...]  # (tokens,), (pixels,) or (source, target)
-    masks: dict[str, Tensor]  # the padding masks, by argument name; none where all prompts are of one length
-    lengths: list[int]  # of what the predicting stack reads
-    source_lengths: list[int]  # of what the encoder reads, where there is a decoder too
+    masks: dict[str, Tensor]  # padding masks by argument name; empty if all prompts have the same length
+    lengths: list[int]  # tokens of each prompt in the stack that predicts: the target's in an encoder-decoder
+    source_lengths: list[int]  # tokens of each source in an encoder-decoder; otherwise equal to ``lengths``
 
 
 def capture(
@@ -59,11 +68,12 @@ def capture(
 ) -> ActivationRecord:
     """Run a model and keep its activations.
 
-    what       a text or several, token ids, or images, as ``regard.look`` reads them
-    target     of an encoder-decoder: what the decoder is fed, a text for each source; generated greedily if missing
-    sites      names or patterns of ``model.sites()``, "decoder.blocks.3" or "*.ff.neurons"; None: all of them
-    positions  keep only these tokens of every site; None: all of them
-    grad       keep the graph, for ``ActivationRecord.gradients``
+    what       one or several texts, rows of token ids, or images, as ``regard.look`` reads them
+    target     encoder-decoder only: the decoder's input, one text per source; None generates it greedily
+    sites      names or patterns of ``model.sites()``, "decoder.blocks.3" or "*.ff.neurons"; None: all. For a derived
+               site ("*.attention.results"), the activations it is computed from are kept
+    positions  keep only these tokens at every site; None: all
+    grad       keep the autograd graph for ``ActivationRecord.gradients``
     """
     model = open_model(model, device)
     model = getattr(model, "_orig_mod", model)
@@ -78,64 +88,83 @@ def capture_inputs(
     sites: str | Iterable[str] | None = None,
     positions: Pick | None = None,
     grad: bool = False,
+    keep_calls: bool | None = None,
 ) -> ActivationRecord:
-    """``capture`` of inputs that were read before."""
-    kept: dict[str, Tensor] = {}
-    calls: dict[HookSite, AttentionCall] = {}
+    """``capture`` of inputs that have been read already.
 
-    def keep(name: str, call: AttentionCall | None, x: Tensor) -> Tensor:
+    keep_calls  keep q, k and v of every attention; None: only if all positions are kept
+    """
+    kept: dict[str, Tensor | RecomputedActivation] = {}
+    calls: dict[HookSite, AttentionCall] = {}
+    # Computed later, an activation would lack this pass's edits and autograd graph; with positions= it is small anyway.
+    may_recompute = positions is None and not grad and not has_edits(model)
+
+    def keep(site: HookSite, call: AttentionCall | None, x: Tensor) -> Tensor:
+        if may_recompute and (recomputed := recompute_later(site, kept)) is not None:
+            kept[site.name] = recomputed
+            return x
         if grad and not x.requires_grad:
             x = x.detach().requires_grad_()
         whole = x if grad else x.detach()
-        kept[name] = whole if positions is None else _select(whole, positions)
+        kept[site.name] = whole if positions is None else _select(whole, positions)
         return x
 
     def keep_call(site: HookSite, call: AttentionCall) -> AttentionCall:
         calls[site] = call
         return call
 
-    chosen = select_sites(model, sites)
-    attentions = [site for layers in attention_sites(model).values() for site in layers] if positions is None else []
+    names = {name for site in select_sites(model, sites) for name in (site.name, *site.sources)}
+    selected = [site for name, site in model.sites().items() if name in names]
+    keep_calls = positions is None if keep_calls is None else keep_calls
+    attentions = [site for layers in attention_sites(model).values() for site in layers] if keep_calls else []
     edit = SiteEdit(
         model,
-        {site: partial(keep, site.name) for site in chosen},
+        {site: partial(keep, site) for site in selected if not site.is_derived},
         {site: partial(keep_call, site) for site in attentions},
     )
     with inference(model), use_edit(edit), torch.enable_grad() if grad else nullcontext():
         run: Any = model.hidden
         states = run(*inputs.tensors, **inputs.masks)
-    return ActivationRecord(model, inputs, kept, calls, states, positions)
+    activations: dict[str, Tensor | RecomputedActivation] = {}
+    for site in selected:
+        if site.name == "logits":
+            head_input = states if positions is None or site.shape == CLASSES else _select(states, positions)
+            compute_logits = partial(logits_of_states, model, inputs.masks)
+            activations[site.name] = RecomputedActivation(site, model, compute_logits, head_input)
+        else:
+            activations[site.name] = derive_later(site, kept) if site.is_derived else kept[site.name]
+    return ActivationRecord(model, inputs, activations, calls, states, positions)
 
 
 def select_sites(model: Model, sites: str | Iterable[str] | None) -> list[HookSite]:
-    """The sites of these names and patterns, in the order of the forward pass."""
-    every = model.sites()
+    """The sites that match these names and patterns, in the order of the forward pass."""
+    all_sites = model.sites()
     if sites is None:
-        return list(every.values())
-    names = [full_name(name) for name in ([sites] if isinstance(sites, str) else sites)]
-    for name in names:
-        if not any(fnmatchcase(site, name) for site in every):
-            raise ValueError(f"{name!r} matches none of model.sites(){did_you_mean(name, every)}")
-    return [site for site in every.values() if any(fnmatchcase(site.name, name) for name in names)]
+        return list(all_sites.values())
+    patterns = [full_name(name) for name in ([sites] if isinstance(sites, str) else sites)]
+    for pattern in patterns:
+        if not any(fnmatchcase(site, pattern) for site in all_sites):
+            raise ValueError(f"{pattern!r} matches none of model.sites(){did_you_mean(pattern, all_sites)}")
+    return [site for site in all_sites.values() if any(fnmatchcase(site.name, pattern) for pattern in patterns)]
 
 
 def _select(x: Tensor, positions: Pick) -> Tensor:
-    """Some tokens of x (…, T, width) in memory of their own."""
+    """Some tokens of x (…, T, width), copied so that x can be freed."""
     return x[..., as_span(positions, x.shape[-2], "positions", x.device), :].clone()
 
 
 class ActivationRecord(Mapping[str, Tensor]):
-    """The activations of one pass: ``record["decoder.blocks.3.ff.neurons"]`` is (B, T, F); B counts the prompts.
+    """The activations of one pass over B prompts: ``record["decoder.blocks.3.ff.neurons"]`` is (B, T, F).
 
-    Prompts of unequal length are padded on the right; ``record.lengths`` says how far each is real. In every method
-    ``prompt`` counts from 0, ``position`` too and from a prompt's own end if negative.
+    Prompts of unequal length are padded on the right; ``record.lengths`` has their true lengths. In every method
+    ``prompt`` and ``position`` count from 0; a negative position counts from the end of its prompt.
     """
 
     def __init__(
         self,
         model: Model,
         inputs: PassInputs,
-        activations: dict[str, Tensor],
+        activations: dict[str, Tensor | RecomputedActivation],
         calls: dict[HookSite, AttentionCall],
         states: Tensor,
         positions: Pick | None,
@@ -145,9 +174,10 @@ class ActivationRecord(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         if full_name(name) not in self._activations:
-            known = "was not captured" if full_name(name) in self.model.sites() else "is none of model.sites()"
-            raise KeyError(f"{name!r} {known}{did_you_mean(full_name(name), self._activations)}")
-        return self._activations[full_name(name)]
+            fault = "was not captured" if full_name(name) in self.model.sites() else "is not in model.sites()"
+            raise KeyError(f"{name!r} {fault}{did_you_mean(full_name(name), self._activations)}")
+        x = self._activations[full_name(name)]
+        return x if isinstance(x, Tensor) else x.compute()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._activations)
@@ -155,104 +185,122 @@ class ActivationRecord(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._activations)
 
+    def _repr_html_(self) -> str:
+        sites, later = self.model.sites(), "computed when read"
+        rows = [
+            (name, sites[name].shape, str(tuple(x.shape)) if isinstance(x, Tensor) else later)
+            for name, x in self._activations.items()
+        ]
+        return table_html(("site", "shape", "here"), rows, repr(self))
+
     def __repr__(self) -> str:
-        n_bytes = sum(x.nbytes for x in self._activations.values())
+        n_bytes = sum(x.nbytes for x in self._activations.values() if isinstance(x, Tensor))
         return f"ActivationRecord({len(self.lengths)} prompts, {len(self)} sites, {n_bytes / 2**20:,.1f} MiB)"
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each prompt, of the target where there is a decoder beside an encoder."""
+        """The number of tokens of each prompt; in an encoder-decoder, of each target."""
         return self.inputs.lengths
 
     @property
     def final_states(self) -> Tensor:
-        """The last layer's states after the final norm (B, T, M), which the head reads."""
+        """The input of the head: the last layer's states after the final norm (B, T, M)."""
         return self._states
 
     @cached_property
     def logits(self) -> Tensor:
-        """Logits of all positions (B, T, V), or of the classes (B, classes)."""
-        model, states = self.model, self._states
-        with torch.set_grad_enabled(states.requires_grad):
-            if model.class_head is not None:
-                return model.class_head(states, mask_from_padding(self.inputs.masks.get("padding_mask")))
-            if model.head is None:
-                raise ValueError("this model has no head, so it has no logits")
-            return model.head(states, model.output_table)
+        """Logits of all positions (B, T, V), or of a classifier (B, classes)."""
+        with torch.set_grad_enabled(self._states.requires_grad):
+            return logits_of_states(self.model, self.inputs.masks, self._states)
 
     def attention(self, *, layer: int, kind: str | None = None) -> AttentionMap:
-        """The weights of one layer's heads, computed from q and k when they are read."""
-        site = attention_sites(self.model)[resolve_kind(self.model, kind)][layer]
+        """The attention map of one layer, whose weights are computed from q and k when they are read."""
+        site = self._attention_site(layer, kind)
         if site not in self._calls:
-            raise ValueError("attention is recomputed from all queries and keys: capture without positions=")
+            raise ValueError("attention is recomputed from the queries and keys of all positions: capture all of them")
         return AttentionMap.of(self._calls[site])
 
     def call(self, *, layer: int, kind: str | None = None) -> AttentionCall:
         """Queries, keys, values, mask and bias of one layer's attention."""
-        return self._calls[attention_sites(self.model)[resolve_kind(self.model, kind)][layer]]
+        return self._calls[self._attention_site(layer, kind)]
+
+    def _attention_site(self, layer: int, kind: str | None) -> HookSite:
+        kind = resolve_kind(self.model, kind)
+        n_layers = len(attention_sites(self.model)[kind])
+        return attention_site(self.model, kind, layer + n_layers if -n_layers <= layer < 0 else layer)
 
     def head_results(self, *, layer: int, kind: str | None = None) -> Tensor:
-        """What each head writes to the residual stream before any norm of it: head_h W_o,h   (B, H, T, M)"""
+        """The output of each head, head_h W_o,h, before any norm of the sub-layer's output   (B, H, T, M)"""
         kind = resolve_kind(self.model, kind)
-        module: Any = attention_sites(self.model)[kind][layer].owner
-        weight = module.w_o.weight.unflatten(1, (module.n_heads, module.d_head))  # (M, H, D)
-        return torch.einsum("bhtd,mhd->bhtm", self[f"{attention_name(kind, layer)}.heads"], weight)
+        module: Any = self._attention_site(layer, kind).owner
+        return results_of_heads(module, self[f"{attention_name(kind, layer)}.heads"])
+
+    def norm_scale(self, name: str) -> Tensor:
+        """The divisor of the norm that produced a sub-layer's input, "decoder.blocks.3.ff.input", or "final_states"
+        (B, T)."""
+        norm, before = norm_before(self.model, full_name(name))
+        return norm_scale(norm, self[before])
 
     def gradients(self, metric: Metric | Tensor) -> dict[str, Tensor]:
-        """d metric / d activation of every captured site; those that the metric does not depend on are left out.
+        """d metric / d activation for every captured site, without those that the metric does not depend on.
 
-        metric  a function of the logits, or a number computed from ``record.logits``. The parameters' ``grad`` stays
-                as it is.
+        Derived sites have no gradient; the activations they are computed from do. The parameters' ``grad`` is left
+        unchanged.
+
+        metric  a function of the logits, or a tensor computed from ``record.logits``
         """
         if not self._states.requires_grad:
             raise ValueError("this record has no graph: capture with grad=True")
         value = metric if isinstance(metric, Tensor) else metric(self.logits)
-        names = list(self._activations)
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(
-            value.sum(), [self._activations[name] for name in names], retain_graph=True, allow_unused=True
+        names = [name for name, x in self._activations.items() if isinstance(x, Tensor)]
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            value.sum(), [self[name] for name in names], retain_graph=True, allow_unused=True
         )
-        return {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
+        return {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
 
     def index(self, prompt: int, position: int, *, source: bool = False) -> int:
-        """A position of a prompt (of its source), counted from 0."""
+        """Check a position of a prompt (or of its source) and resolve a negative one."""
         lengths = self.inputs.source_lengths if source else self.lengths
         if not -len(lengths) <= prompt < len(lengths):
-            raise ValueError(f"prompt={prompt}: there are {len(lengths)}, 0 to {len(lengths) - 1}")
+            raise ValueError(f"prompt={prompt}: the record has {len(lengths)} prompts, 0 to {len(lengths) - 1}")
         length = lengths[prompt]
         if not -length <= position < length:
             raise ValueError(f"position={position}: this prompt has {length} tokens, 0 to {length - 1}")
         return position % length
 
     def at(self, name: str, prompt: int, position: int) -> Tensor:
-        """The activation of one token at a site, fp64: (width,), or (heads, width)."""
-        x = self[name]
-        if self.positions is not None:  # the record holds some tokens only
+        """The activation of one token at a site in fp64: (width,), or (heads, width)."""
+        if self.positions is not None:
             n_tokens = max(self.inputs.source_lengths if name.startswith("encoder") else self.lengths)
-            span = as_span(self.positions, n_tokens, "positions", x.device)
-            held = list(range(n_tokens))[span] if isinstance(span, slice) else span.tolist()
-            if position not in held:
+            span = as_span(self.positions, n_tokens, "positions", self._states.device)
+            captured = list(range(n_tokens))[span] if isinstance(span, slice) else span.tolist()
+            if position not in captured:
                 raise ValueError(f"position {position} was not captured: positions={self.positions}")
-            position = held.index(position)
-        return x[prompt][..., position, :].detach().double()
+            position = captured.index(position)
+        x, at = self._activations.get(full_name(name)), (prompt, position)
+        token = x.compute(at) if isinstance(x, RecomputedActivation) else token_of(self[name], at)
+        return token[0, ..., 0, :].detach().double()
 
     def logit_attribution(
         self, token: int | str | None = None, *, position: int = -1, prompt: int = 0, against: int | str | None = None
     ) -> LogitAttribution:
-        """What each part of the model wrote into one logit; see ``lens.attribution``."""
+        """Split one logit into the contributions of the model's parts; see ``lens.attribution``."""
         from .attribution import logit_attribution
 
         return logit_attribution(self, token, position=position, prompt=prompt, against=against)
 
     def why(self, *, layer: int, head: int, row: int, col: int, kind: str | None = None, prompt: int = 0) -> ScoreSplit:
-        """The score of one query and key, split by who wrote the query's side and who the key's; see ``lens.why``."""
+        """Split the score of one query and key by the writers of the query and of the key; see ``lens.why``."""
         from .why import split_score
 
         return split_score(self, resolve_kind(self.model, kind), layer, head, row, col, prompt)
 
 
 def read_pass_inputs(model: Model, what: Any, target: Any = None) -> PassInputs:
-    """Texts, token ids or images as the tensors that a model is called with."""
+    """Texts, token ids or images as the tensors of a forward pass."""
     config = model.config
+    if isinstance(model, TwoTower):
+        raise ValueError("two towers run separately, so there is no single pass to capture; regard.look shows both")
     if target is not None and not model.is_encoder_decoder:
         raise ValueError("target is for models with an encoder and a decoder")
     if config.source != "text":
@@ -280,7 +328,7 @@ def read_pass_inputs(model: Model, what: Any, target: Any = None) -> PassInputs:
 
 
 def _target_rows(model: Model, source: Tensor, sources: list[Any], mask: Tensor | None, target: Any) -> list[list[int]]:
-    """What the decoder is fed for each source: the given targets, or what the model writes."""
+    """The decoder's input for each source: the given targets, or greedily generated ones."""
     if target is None:
         return [write_target(model, source[i : i + 1] if mask is None else [row]) for i, row in enumerate(sources)]
     targets = [target] if isinstance(target, str) else target
@@ -294,6 +342,7 @@ def _target_rows(model: Model, source: Tensor, sources: list[Any], mask: Tensor 
 def _pad_right(
     rows: list[list[int]], pad_id: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None, list[int]]:
+    """Token ids (B, T), the padding mask (None if no row is padded), and the lengths of the rows."""
     lengths = [len(row) for row in rows]
     width = max(lengths)
     tokens = torch.tensor([[*row, *[pad_id or 0] * (width - len(row))] for row in rows], device=device)

@@ -1,8 +1,8 @@
-"""The capture behind a look: one pass on the fast path with the recorder on; and a model's attentions by kind.
+"""The capture behind a look: one forward pass on the fast path that records q and k; and a model's attentions by kind.
 
 An attention is named by kind ("self", "cross", "encoder") and layer, other activations as ``models.sites`` lists them.
-The pass stops at the last hidden states: logits of all positions are never formed. Attention depends on a text and not
-on the search that wrote it, so one pass over the written text shows what every decoding step saw.
+The pass stops at the last hidden states, so the logits of all positions are never materialised. Attention depends only
+on the text, not on the search that generated it: one pass over the finished text reproduces what every decode step saw.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention, record
-from ..attention.state_space import Mamba2
+from ..attention.state_space import StateSpaceMixer
 from ..attention.taps import Recorder
 from ..foundation.checks import did_you_mean
 from ..generation import GenerateConfig, Generated
@@ -27,10 +27,11 @@ from ..generation.generate import generate as generate_tokens
 from ..generation.generate import inference
 from ..generation.prompts import default_output_length, max_text_length
 from ..generation.text_codec import resolve_config
-from ..models import Model, Stack
+from ..generation.zero_shot import text_inputs
+from ..models import Model, Stack, TwoTower
 from ..models.sites import HEADS, HookSite, full_name
 from .capture_inputs import SourceInput, decode_ids, read_source, read_target_ids, read_token_ids, tokenizers
-from .labels import Label, label_of_thing, numbered_labels, token_labels
+from .labels import Label, label_of_thing, numbered_labels, patch_labels, token_labels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,23 +41,30 @@ GenerateOptions = Mapping[str, Any] | GenerateConfig  # a GenerateConfig or its 
 
 
 def hook_site(model: Model, name: str) -> HookSite:
-    """The site of this name, which may be short: "decoder.blocks.3" for its output, see ``models.sites``."""
+    """The hook site of this name, or of a short one ("decoder.blocks.3" is the block's output, see ``models.sites``).
+
+    Raises ValueError for a derived site: it cannot be replaced.
+    """
     sites = getattr(model, "_orig_mod", model).sites()
-    if full_name(name) in sites:
-        return sites[full_name(name)]
-    have = [f"the {own} has {stack.n_layers} layers, 0 to {stack.n_layers - 1}" for own, stack in stacks(model).items()]
-    near = did_you_mean(full_name(name), sites)
-    raise ValueError(f"place={name!r} is none of model.sites(): {'; '.join(have) or 'it has no stack of layers'}{near}")
+    if (site := sites.get(full_name(name))) is not None:
+        if site.is_derived:
+            why = f"it is computed from {' and '.join(site.sources)} when a record is read"
+            raise ValueError(f"{site.name} cannot be replaced: {why}; patch {' or '.join(site.sources)} instead")
+        return site
+    sizes = [f"the {key} has {x.n_layers} layers, 0 to {x.n_layers - 1}" for key, x in stacks(model).items()]
+    hint = did_you_mean(full_name(name), sites)
+    where = "; ".join(sizes) or "this model has no stack of layers"
+    raise ValueError(f"place={name!r} is not in model.sites(): {where}{hint}")
 
 
 def stacks(model: Model) -> dict[str, Stack]:
-    """The encoder and the decoder, as far as there are any; a recurrent model has neither."""
+    """The model's "encoder" and "decoder" stacks; a recurrent model has neither."""
     both = {name: getattr(model, name, None) for name in ("encoder", "decoder")}
     return {name: stack for name, stack in both.items() if isinstance(stack, Stack)}
 
 
 def attention_sites(model: Model) -> dict[str, list[HookSite]]:
-    """The attentions of each kind, one a layer; layers that share a module differ in ``call``."""
+    """The attentions of each kind, one per layer; the sites of layers that share a module differ in ``call``."""
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
     sites: dict[str, list[HookSite]] = {}
     for name, kind, _, module in model.attention_sites():
@@ -66,74 +74,80 @@ def attention_sites(model: Model) -> dict[str, list[HookSite]]:
 
 
 def attention_name(kind: str, layer: int) -> str:
-    """The name of an attention as ``models.sites`` lists it: "decoder.blocks.3.cross_attention"."""
-    stack, part = "encoder" if kind == "encoder" else "decoder", "cross_attention" if kind == "cross" else "attention"
+    """The name of an attention in ``models.sites``: "decoder.blocks.3.cross_attention"."""
+    stack = "encoder" if kind == "encoder" else "decoder"
+    part = "cross_attention" if kind == "cross" else "attention"
     return f"{stack}.blocks.{layer}.{part}"
 
 
 def attention_modules(model: Model) -> dict[str, list[nn.Module]]:
-    """The modules of ``attention_sites``; layers that share a module have it several times."""
+    """The modules of ``attention_sites``; a module that several layers share is listed once per layer."""
     return {kind: [site.owner for site in sites] for kind, sites in attention_sites(model).items()}
 
 
 def resolve_kind(model: Model, kind: str | None) -> str:
-    """The kind that was given, checked; for None the only one there is, or else "self"."""
+    """Check a kind of attention; None stands for "self", or for the first kind of a model without "self"."""
     kinds = list(attention_sites(model))
     if not kinds:
         raise ValueError("this model has no attention weights in any of its layers")
     if kind is None:
-        return kinds[0] if len(kinds) == 1 else "self"
+        return "self" if len(kinds) > 1 and "self" in kinds else kinds[0]
     if kind not in kinds:
         raise ValueError(f"kind={kind!r} is not one of the kinds of attention this model has: {', '.join(kinds)}")
     return kind
 
 
 def attention_site(model: Model, kind: str, layer: int, head: int = 0) -> HookSite:
-    """The attention of one layer, which must have this head."""
+    """The attention of one layer; layer and head are checked."""
     sites = attention_sites(model)[resolve_kind(model, kind)]
-    checks = ("layer", layer, len(sites), "this model has"), ("head", head, n_heads_of(sites[0].owner), "there are")
-    for name, number, total, have in checks:
+    for name, number, total in (("layer", layer, len(sites)), ("head", head, n_heads_of(sites[0].owner))):
         if not 0 <= number < total:
-            where = f"the {kind} attention's {name}s: {have} {total}, 0 to {total - 1}"
-            raise ValueError(f"{name}={number} is not one of {where}")
+            plural = "" if total == 1 else "s"
+            raise ValueError(f"{name}={number}: the {kind} attention has {total} {name}{plural}, 0 to {total - 1}")
     return sites[layer]
 
 
 def n_heads_of(module: nn.Module) -> int:
-    """How many heads an attention has; a recurrent model's has one."""
-    return module.n_heads if isinstance(module, MultiHeadAttention | Mamba2) else 1
+    """The number of heads of an attention; that of a recurrent model has one."""
+    return module.n_heads if isinstance(module, MultiHeadAttention | StateSpaceMixer) else 1
 
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """The inputs of one pass, what the recorder kept of it, and labels for people."""
+    """The inputs of one pass, the recorder with its q and k, and the labels of queries and keys."""
 
     inputs: tuple[Tensor, ...]  # (tokens,), (pixels,) or (source, target)
-    states: Tensor  # the last hidden states (T, M), of the decoder where there is one
-    sites: dict[str, list[tuple[str, int]]]  # by kind and layer: the recorder's name of the site, and the call there
+    states: Tensor  # last hidden states (T, M); those of the decoder if there is one
+    sites: dict[str, list[tuple[str, int]]]  # kind → for each layer, the name and call under which it was recorded
     recorder: Recorder
-    rows: dict[str, list[Label]]
-    cols: dict[str, list[Label]]
+    rows: dict[str, list[Label]]  # by kind: labels of the queries
+    cols: dict[str, list[Label]]  # by kind: labels of the keys
     text: str | None = None
     target_text: str | None = None
     image: Image | None = None
     generated: Generated | None = None
 
 
-def capture_look(model: Model, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
-    """Read the input, generate a continuation or a target where that is needed, and run the model once."""
+def capture_look(model: Model, source: Any, target: Any, generate: GenerateOptions | None) -> Capture:
+    """Read the input, generate a continuation or a target if needed, and run the model once."""
     if not isinstance(model, Model):
-        raise TypeError(f"regard.look takes a model of regard's or its directory, not {type(model).__name__}")
-    run = _capture_encoder_decoder if model.is_encoder_decoder else _capture_encoder
-    run = _capture_decoder if model.is_decoder_only else run
+        raise TypeError(f"regard.look takes a regard model or its directory, not {type(model).__name__}")
+    if isinstance(model, TwoTower):
+        run = _capture_two_tower
+    elif model.is_decoder_only:
+        run = _capture_decoder
+    elif model.is_encoder_decoder:
+        run = _capture_encoder_decoder
+    else:
+        run = _capture_encoder
     with inference(model):
-        return _name_attentions(model, run(model, what, target, generate))
+        return _add_attention_sites(model, run(model, source, target, generate))
 
 
-def _capture_decoder(model: Any, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
+def _capture_decoder(model: Any, source: Any, target: Any, generate: GenerateOptions | None) -> Capture:
     if target is not None:
-        raise ValueError("target is for models with an encoder; a language model's text is all there is")
-    ids, generated = read_token_ids(model, what, "text"), None
+        raise ValueError("target is for models with an encoder; a language model reads one text only")
+    ids, generated = read_token_ids(model, source, "text"), None
     if generate is not None:
         generated = _generate(model, [ids], None, generate)
         ids = [*generated.prompts[0], *generated.best[0].content]
@@ -142,49 +156,71 @@ def _capture_decoder(model: Any, what: Any, target: Any, generate: GenerateOptio
         states = model.hidden(tokens)[0]
     tokenizer = tokenizers(model)[0]
     labels = {"self": token_labels(ids, tokenizer, model.config)}
-    text = what if isinstance(what, str) and generated is None else decode_ids(ids, tokenizer)
+    text = source if isinstance(source, str) and generated is None else decode_ids(ids, tokenizer)
     return Capture((tokens,), states, {}, recorder, labels, labels, text, generated=generated)
 
 
-def _capture_encoder(model: Any, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
+def _capture_encoder(model: Any, source: Any, target: Any, generate: GenerateOptions | None) -> Capture:
     if target is not None or generate is not None:
-        given = "target" if target is not None else "generate"
-        raise ValueError(f"{given} is for models that write text; one with architecture='encoder' only reads")
-    source = read_source(model, what)
-    with record_attention(model, len(source.labels)) as recorder:
-        states = model.hidden(source.values)[0]
-    labels = {"encoder": source.labels}
-    return Capture((source.values,), states, {}, recorder, labels, labels, source.text, image=source.image)
+        name = "target" if target is not None else "generate"
+        raise ValueError(f"{name} is for models that write text; one with architecture='encoder' only reads")
+    inputs = read_source(model, source)
+    with record_attention(model, len(inputs.labels)) as recorder:
+        states = model.hidden(inputs.values)[0]
+    grids = getattr(model.encoder, "grids", ())  # a hierarchical encoder has one grid of patches per stage
+    labels = {f"stage{number}": patch_labels(grid, grid, 0) for number, grid in enumerate(grids)}
+    labels = labels or {"encoder": inputs.labels}
+    return Capture((inputs.values,), states, {}, recorder, labels, labels, inputs.text, image=inputs.image)
 
 
-def _capture_encoder_decoder(model: Any, what: Any, target: Any, generate: GenerateOptions | None) -> Capture:
+def _capture_encoder_decoder(model: Any, source: Any, target: Any, generate: GenerateOptions | None) -> Capture:
     if target is not None and generate is not None:
-        raise ValueError("target and generate are both given: the target is either known or to be written")
-    source, generated, eos_id = read_source(model, what), None, model.config.eos_id
+        raise ValueError("target and generate are both given: give the target or have it generated, not both")
+    inputs, generated, eos_id = read_source(model, source), None, model.config.eos_id
     if target is None:
-        prompts = source.values if model.config.source != "text" else source.values.tolist()
-        generated = _generate(model, prompts, source, {} if generate is None else generate)
-        fed, has_end = [*generated.prompts[0], *generated.best[0].content], generated.best[0].finish == "end"
+        prompts = inputs.values if model.config.source != "text" else inputs.values.tolist()
+        generated = _generate(model, prompts, inputs, {} if generate is None else generate)
+        ids, has_end = [*generated.prompts[0], *generated.best[0].content], generated.best[0].finish == "end"
     else:
-        fed, has_end = read_target_ids(model, target), True
-    tokens = torch.tensor([fed], device=model.device)
-    with record_attention(model, max(len(source.labels), len(fed))) as recorder:
-        states = model.hidden(source.values, tokens)[0]
+        ids, has_end = read_target_ids(model, target), True
+    tokens = torch.tensor([ids], device=model.device)
+    with record_attention(model, max(len(inputs.labels), len(ids))) as recorder:
+        states = model.hidden(inputs.values, tokens)[0]
     tokenizer = tokenizers(model)[1]
-    read = token_labels(fed, tokenizer, model.config)
-    # A row of cross-attention is named by the token that is written after it.
-    written = token_labels([*fed[1:], *([eos_id] if has_end and eos_id is not None else [])], tokenizer, model.config)
-    if len(written) < len(fed):
+    read = token_labels(ids, tokenizer, model.config)
+    # A row of self-attention is labelled by the token it reads, a row of cross-attention by the token it predicts.
+    written = token_labels([*ids[1:], *([eos_id] if has_end and eos_id is not None else [])], tokenizer, model.config)
+    if len(written) < len(ids):
         written.append(label_of_thing("…", len(written), special=True))
-    rows = {"encoder": source.labels, "self": read, "cross": written}
-    cols = {"encoder": source.labels, "self": read, "cross": source.labels}
-    target_text = target if isinstance(target, str) else decode_ids(fed, tokenizer)
-    inputs = (source.values, tokens)
-    return Capture(inputs, states, {}, recorder, rows, cols, source.text, target_text, source.image, generated)
+    rows = {"encoder": inputs.labels, "self": read, "cross": written}
+    cols = {"encoder": inputs.labels, "self": read, "cross": inputs.labels}
+    target_text = target if isinstance(target, str) else decode_ids(ids, tokenizer)
+    tensors = (inputs.values, tokens)
+    return Capture(tensors, states, {}, recorder, rows, cols, inputs.text, target_text, inputs.image, generated)
 
 
-def _name_attentions(model: Model, capture: Capture) -> Capture:
-    """The capture with the sites of the kinds of attention that were recorded in every layer."""
+def _capture_two_tower(model: Any, source: Any, target: Any, generate: GenerateOptions | None) -> Capture:
+    """Run the image tower over an image and, if there is a ``target``, the text tower over that text."""
+    if generate is not None:
+        raise ValueError("generate is for models that write text; one with architecture='two-tower' only reads")
+    inputs = read_source(model, source)
+    if target is None:
+        with record_attention(model, len(inputs.labels)) as recorder:
+            states = model.image_states(inputs.values)[0]
+        labels = {"encoder": inputs.labels}
+        return Capture((inputs.values,), states, {}, recorder, labels, labels, image=inputs.image)
+    tokens, _ = text_inputs(model, [target])
+    ids, tokenizer = tokens[0].tolist(), tokenizers(model)[1]
+    with record_attention(model, max(len(inputs.labels), len(ids))) as recorder:
+        model.image_states(inputs.values)
+        states = model.text_states(tokens)[0]
+    labels = {"encoder": inputs.labels, "self": token_labels(ids, tokenizer, model.config)}
+    text = target if isinstance(target, str) else decode_ids(ids, tokenizer)
+    return Capture((inputs.values, tokens), states, {}, recorder, labels, labels, None, text, inputs.image)
+
+
+def _add_attention_sites(model: Model, capture: Capture) -> Capture:
+    """Fill in ``capture.sites`` with the kinds of attention that were recorded in every layer."""
     recorded = capture.recorder.attentions
     sites = {
         kind: [(site.name, site.call) for site in layers]
@@ -197,13 +233,13 @@ def _name_attentions(model: Model, capture: Capture) -> Capture:
     cols = dict(capture.cols)
     for kind, ((name, call), *_) in sites.items():
         k = recorded[name][call].k
-        if k is not None and k.shape[2] != len(cols[kind]):  # Linformer attends to sums of keys
+        if k is not None and k.shape[2] != len(cols[kind]):  # Linformer attends to learned combinations of keys
             cols[kind] = numbered_labels("summary", k.shape[2])
     return replace(capture, sites=sites, cols=cols)
 
 
 def write_target(model: Model, source: Any) -> list[int]:
-    """What an encoder-decoder writes greedily for one source, as its decoder is fed it."""
+    """The target ids that an encoder-decoder generates greedily for one source, as its decoder reads them."""
     limit = max(1, max_text_length(model.config, target=True) - 1)
     if model.config.source == "text":
         limit = default_output_length(model.config, len(source[0]), multiple=1)
@@ -217,7 +253,7 @@ def _generate(model: Model, prompts: Any, source: SourceInput | None, options: G
     fields = dict(options)
     if source is not None and model.config.source == "text":
         fields.setdefault("max_new_tokens", default_output_length(model.config, len(source.labels), multiple=1))
-    elif source is not None:  # a caption may be as long as the decoder can hold
+    elif source is not None:  # captions may fill the decoder's maximum length
         fields.setdefault("max_new_tokens", max(1, max_text_length(model.config, target=True) - 1))
     config, strings = resolve_config(model, None, fields)
     return generate_tokens(model, prompts, config, strings=strings)
@@ -228,21 +264,21 @@ _recorder_lock = threading.Lock()
 
 @contextmanager
 def record_attention(model: nn.Module, n_tokens: int) -> Iterator[Recorder]:
-    """Record q and k inside the block. A process has one recorder, so a second look waits for the first."""
+    """Record q and k inside the ``with`` block. A process has one recorder, so a second look waits for the first."""
     with _recorder_lock, return_freed_memory(n_tokens), record(model, values=False) as recorder:
         yield recorder
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
-_DEFAULT_MMAP_THRESHOLD = 32 << 20  # what glibc adapts to after the first large tensors
+_DEFAULT_MMAP_THRESHOLD = 32 << 20  # the maximum of glibc's dynamic threshold, reached after the first large tensors
 
 
 @contextmanager
 def return_freed_memory(n_tokens: int) -> Iterator[None]:
-    """Inside the block glibc maps large tensors one by one, so that freed memory goes back to the system at once.
+    """Have glibc allocate large tensors with mmap inside the block, so that freeing them returns memory to the system.
 
-    On its heap the tensors that a look keeps lie between temporary ones, and the holes stay allocated: 100 MB and more
-    at 4,096 tokens. Short texts and other C libraries change nothing.
+    On the heap, the tensors that a look keeps lie between temporary ones and the freed gaps stay allocated: 100 MB and
+    more at 4,096 tokens. Does nothing for short texts or with another C library.
     """
     mallopt = _mallopt() if n_tokens >= 1024 else None
     if mallopt is None:
@@ -260,7 +296,7 @@ def return_freed_memory(n_tokens: int) -> Iterator[None]:
 def _mallopt() -> Callable[[int, int], int] | None:
     try:
         library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018 — other C libraries give these numbers other meanings, or none
+        library.gnu_get_libc_version  # noqa: B018 — AttributeError unless glibc; elsewhere the numbers mean other things
         return library.mallopt
     except (OSError, AttributeError, TypeError):
         return None

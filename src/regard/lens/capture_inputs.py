@@ -1,4 +1,4 @@
-"""What a look is given, as the model reads it: token ids, an image's pixels or regions, each with labels for people."""
+"""The input of a look as tensors (token ids, pixels or region features), with a display label for each position."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SourceInput:
-    """The first input of a model and its labels."""
+    """The first input of a model, with a label for each position."""
 
     values: Tensor  # (1, T), (1, C, height, width) or (1, R, d_region)
     labels: list[Label]
     text: str | None = None
-    image: Image | None = None  # the part of the image that the pixels show, in the image's own resolution
+    image: Image | None = None  # the image cropped as the pixels are, at its original resolution
 
 
-def read_source(model: Model, what: Any) -> SourceInput:
-    """Text or token ids, an image, or the regions of an image: whatever the model reads."""
+def read_source(model: Model, source: Any) -> SourceInput:
+    """Read text or token ids, an image, or the regions of an image, according to ``config.source``."""
     config = model.config
     if config.source == "text":
-        ids = read_token_ids(model, what, "text" if config.architecture == "encoder" else "source")
+        ids = read_token_ids(model, source, "text" if config.architecture == "encoder" else "source")
         tokenizer = tokenizers(model)[0]
-        text = what if isinstance(what, str) else decode_ids(ids, tokenizer)
+        text = source if isinstance(source, str) else decode_ids(ids, tokenizer)
         return SourceInput(torch.tensor([ids], device=model.device), token_labels(ids, tokenizer, config), text)
     if config.source == "image":
-        return _read_image(model, what)
-    regions = what if isinstance(what, Tensor) else torch.as_tensor(what)
+        return _read_image(model, source)
+    regions = source if isinstance(source, Tensor) else torch.as_tensor(source)
     regions = regions[None] if regions.dim() == 2 else regions
     if regions.dim() != 3 or len(regions) != 1 or not regions.is_floating_point() or not regions.numel():
-        raise ValueError(f"a look is at the regions of one image, (R, d_region), got shape {tuple(regions.shape)}")
+        raise ValueError(f"a look reads the regions of one image, (R, d_region), got shape {tuple(regions.shape)}")
     boxes: list[Box] | None = None
-    if config.d_box:  # a region's features are followed by its box
+    if config.d_box:  # the box follows the features of a region
         corners = regions[0, :, config.d_region : config.d_region + 4].tolist()
         boxes = [(x0, y0, x1, y1) for x0, y0, x1, y1 in corners]
     return SourceInput(_to_model(model, regions), numbered_labels("region", regions.shape[1], boxes))
@@ -57,27 +57,27 @@ def _to_model(model: Model, x: Tensor) -> Tensor:
     return x.to(model.device, dtype)
 
 
-def read_token_ids(model: Model, what: Any, name: str) -> list[int]:
-    """The token ids of one text, not longer than the model can read."""
-    ids = ModelTokenizers(model).encode_inputs(what, name)[0] if isinstance(what, str) else _one_row(what, name)
+def read_token_ids(model: Model, text: Any, name: str) -> list[int]:
+    """The ids of one text (or of one row of ids), checked against the vocabulary and the model's maximum length."""
+    ids = ModelTokenizers(model).encode_inputs(text, name)[0] if isinstance(text, str) else _single_row(text, name)
     _check_ids(ids, name, model.config.vocab_size, max_text_length(model.config))
     return ids
 
 
 def read_target_ids(model: Model, target: Any) -> list[int]:
-    """What the decoder is fed: bos_id, then the target without its end, as in training."""
+    """The decoder's input: bos_id, then the target without its eos_id, as in training."""
     bos_id, eos_id = model.config.bos_id, model.config.eos_id
-    ids = ModelTokenizers(model).target.encode(target) if isinstance(target, str) else _one_row(target, "target")
+    ids = ModelTokenizers(model).target.encode(target) if isinstance(target, str) else _single_row(target, "target")
     ids = ids[:-1] if ids and ids[-1] == eos_id else ids
     ids = ids if bos_id is None or ids[:1] == [bos_id] else [bos_id, *ids]
     _check_ids(ids, "target", model.config.output_vocab_size, max_text_length(model.config, target=True))
     return ids
 
 
-def _one_row(what: Any, name: str) -> list[int]:
-    rows = token_rows(what, name=name)
+def _single_row(ids: Any, name: str) -> list[int]:
+    rows = token_rows(ids, name=name)
     if len(rows) != 1:
-        raise ValueError(f"a look is at one {name}, got {len(rows)}")
+        raise ValueError(f"a look reads one {name}, got {len(rows)}")
     return rows[0]
 
 
@@ -92,7 +92,7 @@ def _check_ids(ids: list[int], name: str, vocab_size: int, max_len: int) -> None
 
 
 def tokenizers(model: Model) -> tuple[Any, Any]:
-    """Of the source and of the target; None where the model has none."""
+    """The source and target tokenizers; None where the model has none."""
     processor = model.processor
     return (None, None) if processor is None else (processor.source, processor.target or processor.source)
 
@@ -101,39 +101,40 @@ def decode_ids(ids: list[int], tokenizer: Any) -> str | None:
     return None if tokenizer is None else tokenizer.decode(ids)
 
 
-def _read_image(model: Model, what: Any) -> SourceInput:
-    """A file, a PIL image, an array of bytes, or pixels (C, height, width)."""
-    values = image_pixels(model, what)
+def _read_image(model: Model, source: Any) -> SourceInput:
+    """Read a file, a PIL image, a uint8 array, or pixels (C, height, width)."""
+    values = image_pixels(model, source)
     if len(values) != 1:
-        raise ValueError(f"a look is at one image, got {len(values)}")
+        raise ValueError(f"a look reads one image, got {len(values)}")
     processor = None if model.processor is None else model.processor.image
-    if isinstance(what, Tensor):
+    if isinstance(source, Tensor):
         image = _pixels_to_image(values[0], processor)
     else:
-        image = _crop_to_input(what, model.config.n_channels, processor)
+        image = _crop_to_input(source, model.config.n_channels, processor)
     embeddings: Any = model.embeddings
     rows, cols = embeddings.patches.grid_of(*values.shape[2:])
-    labels = patch_labels(rows, cols, embeddings.n_class_tokens)
+    labels = patch_labels(rows, cols, embeddings.n_class_tokens, embeddings.n_registers)
     return SourceInput(_to_model(model, values), labels, image=image)
 
 
-def _crop_to_input(what: Any, channels: int, processor: ImageProcessor | None) -> Image:
-    """The centre of the image that the processor's crop leaves, in the image's own resolution."""
+def _crop_to_input(source: Any, channels: int, processor: ImageProcessor | None) -> Image:
+    """The centre crop that the processor feeds to the model, at the image's original resolution."""
     from PIL import Image
 
-    what = what[0] if isinstance(what, list | tuple) else what
-    array = pixels_of(Path(what) if isinstance(what, str | Path) else what, channels=channels)
+    source = source[0] if isinstance(source, list | tuple) else source
+    array = pixels_of(Path(source) if isinstance(source, str | Path) else source, channels=channels)
     image = Image.fromarray(array[:, :, 0] if channels == 1 else array)
     if processor is None or processor.crop is None:
         return image
     width, height = image.size if processor.size is None else processor._target_size(*image.size)
-    part = processor.crop[1] / width * image.width, processor.crop[0] / height * image.height
-    left, top = (image.width - part[0]) / 2, (image.height - part[1]) / 2
-    return image.crop((round(left), round(top), round(left + part[0]), round(top + part[1])))
+    crop_width = processor.crop[1] / width * image.width
+    crop_height = processor.crop[0] / height * image.height
+    left, top = (image.width - crop_width) / 2, (image.height - crop_height) / 2
+    return image.crop((round(left), round(top), round(left + crop_width), round(top + crop_height)))
 
 
 def _pixels_to_image(x: Tensor, processor: ImageProcessor | None) -> Image:
-    """Undo the processor's normalisation of pixels (C, height, width); without one, stretch them to the full range."""
+    """Undo the processor's normalisation of pixels (C, height, width); without a processor, stretch them to 0 … 255."""
     from PIL import Image
 
     x = x.detach().float().cpu()

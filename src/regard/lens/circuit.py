@@ -1,136 +1,77 @@
 """Circuits: the few edges between parts of a model that carry a behaviour.
 
-Writers (the embeddings, heads, feed-forward networks) add to the residual stream; readers (a head's query, key and
-value, a feed-forward network, the logits) take their input from it. An edge is a writer's share of a reader's input.
-Edge attribution patching scores every edge at once, (clean − corrupted) · gradient (Syed et al. 2023), with gradients
-averaged along the way from the corrupted embeddings to the clean ones (EAP-IG, Hanna et al. 2024). The model then runs
-with the chosen edges alone: every other share has its corrupted value.
+The edges of the residual graph (``lens.residual_graph``) are scored, and the model runs with only the best of them:
+along all other edges, readers get the corrupted values.
 
 faithfulness  (circuit − corrupted) / (clean − corrupted) of the metric
-completeness  1 − the same of the model without the circuit: what the circuit leaves out should do nothing
+completeness  1 − the faithfulness of the model without the circuit; 1 if the rest of the model does nothing
+minimality    the smallest loss of faithfulness when one edge is removed; positive if every edge is needed
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..attention import MultiHeadAttention
-from ..attention.attend import prepare
-from ..attention.backends import run
 from ..data.corpora.repeats import induction_pairs
 from ..data.record_files import open_records
 from ..errors import BadData
 from ..foundation.plotting import INK, SOFT, new_figure
-from ..foundation.progress import track
-from ..generation.generate import inference
 from ..models import Model
-from ..models.block import Block
-from .activations import ActivationRecord, Metric, PassInputs, capture_inputs
-from .interventions import patch
+from .activations import Metric
+from .notebook import figure_html
 from .patching import logit_difference, read_pairs
-
-
-class Edge(NamedTuple):
-    """From what one part wrote to what another reads."""
-
-    writer: str  # "embedding", "self.0.3" (layer, head), "ff.1"
-    reader: str  # "self.1.2.q", "self.1.0.k" (of a key head), "ff.1", "logits"
-
-
-class ResidualGraph:
-    """The writers and readers of a decoder, in the order of the forward pass."""
-
-    def __init__(self, model: Any) -> None:
-        stack = model.decoder if model.is_decoder_only else None
-        blocks = [] if stack is None else [stack.blocks[layer % len(stack.blocks)] for layer in range(stack.n_layers)]
-        if not blocks or any(not _is_plain(block) for block in blocks):
-            raise ValueError("circuits are found in decoders with heads, a residual stream and norms before each part")
-        self.blocks: list[Block] = blocks
-        self.writers: list[str] = ["embedding"]
-        self.readers: list[str] = []
-        self.feeds: list[set[int]] = []  # for each reader: the writers whose input it is
-        self._n_before: list[int] = []  # for each reader: how many writers come before it
-        for layer, block in enumerate(blocks):
-            self._add_layer(layer, block)
-        self._add_reader("logits", set())
-
-    def _add_layer(self, layer: int, block: Block) -> None:
-        module: Any = block.attention
-        start, n = len(self.writers), module.n_heads
-        for side, n_heads in (("q", n), ("k", module.n_kv_heads), ("v", module.n_kv_heads)):
-            for head in range(n_heads):
-                group = range(start + head * n // n_heads, start + (head + 1) * n // n_heads)
-                self._add_reader(f"self.{layer}.{head}.{side}", set(group))
-        if block.parallel:  # the feed-forward network reads what attention reads
-            self._add_reader(f"ff.{layer}", {start + n})
-        self.writers += [f"self.{layer}.{head}" for head in range(n)]
-        if not block.parallel:
-            self._add_reader(f"ff.{layer}", {start + n})
-        self.writers.append(f"ff.{layer}")
-
-    def _add_reader(self, name: str, feeds: set[int]) -> None:
-        self.readers.append(name)
-        self.feeds.append(feeds)
-        self._n_before.append(len(self.writers))
-
-    @cached_property
-    def possible(self) -> Tensor:
-        """Which edges there are (writers, readers)."""
-        return torch.arange(len(self.writers))[:, None] < torch.tensor(self._n_before)
-
-    def edges(self, kept: Tensor) -> list[Edge]:
-        return [Edge(self.writers[w], self.readers[r]) for w, r in kept.nonzero().tolist()]
-
-
-def _is_plain(block: Any) -> bool:
-    has_parts = isinstance(block.attention, MultiHeadAttention) and block.ff is not None
-    return has_parts and block.norm_place == "pre" and block.residual
+from .residual_graph import CircuitRunner, Edge, ResidualGraph, edge_scores
 
 
 @dataclass(frozen=True, eq=False)
 class Circuit:
-    """Edges that carry a behaviour, and how much of it."""
+    """Edges that carry a behaviour, and how much of it they carry."""
 
-    edges: dict[Edge, float]  # with their scores, the largest first
-    n_possible: int
+    edges: dict[Edge, float]  # edge → score, by descending absolute score
+    n_possible: int  # edges of the whole graph
     faithfulness: float
     completeness: float
+    minimality: float
 
     @property
     def share(self) -> float:
-        """The circuit's edges as a share of all."""
+        """The circuit's edges as a share of all edges."""
         return len(self.edges) / self.n_possible
 
-    def heads(self) -> list[tuple[int, int]]:
-        """(layer, head) of the heads that write in the circuit."""
-        names = {edge.writer for edge in self.edges if edge.writer.startswith("self.")}
+    def heads(self, kind: str = "self") -> list[tuple[int, int]]:
+        """(layer, head) of the circuit's heads of one kind, "self", "cross" or "encoder"."""
+        names = {edge.writer for edge in self.edges if edge.writer.startswith(f"{kind}.")}
         return sorted((int(layer), int(head)) for _, layer, head in (name.split(".") for name in names))
 
     def to_dict(self) -> dict[str, Any]:
         edges = [{"from": edge.writer, "to": edge.reader, "score": score} for edge, score in self.edges.items()]
-        numbers = {"faithfulness": self.faithfulness, "completeness": self.completeness, "n_possible": self.n_possible}
-        return {**numbers, "edges": edges}
+        return {**self._qualities(), "n_possible": self.n_possible, "edges": edges}
+
+    def _qualities(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("faithfulness", "completeness", "minimality")}
 
     def to_text(self) -> str:
-        """The numbers, then every edge with its score."""
+        """A summary line, then each edge with its score."""
         lines = [
             f"{display_name(edge.writer):>9} → {display_name(edge.reader):<10} {score:+.3f}"
             for edge, score in self.edges.items()
         ]
         size = f"{len(self.edges)} of {self.n_possible} edges ({self.share:.1%})"
-        return "\n".join(
-            [f"{size}, faithfulness {self.faithfulness:.3f}, completeness {self.completeness:.3f}", *lines]
-        )
+        qualities = [f"{name} {value:.3f}" for name, value in self._qualities().items()]
+        return "\n".join([", ".join([size, *qualities]), *lines])
 
     def draw(self, path: str | Path) -> Path:
-        """A picture: parts by layer from the embeddings up to the logits, edges as wide as their scores."""
+        """Draw the parts layer by layer from the embeddings up to the logits, with edges as wide as their scores."""
+        self._figure().savefig(path, facecolor="white")
+        return Path(path)
+
+    def _figure(self) -> Any:
         figure = new_figure(8, 6)
         panel = figure.add_axes((0.02, 0.02, 0.96, 0.96))
         panel.axis("off")
@@ -141,7 +82,7 @@ class Circuit:
             start, end = places[edge.writer], places[_part(edge.reader)]
             side = edge.reader.rpartition(".")[2]
             colour = {"q": "#3b6fb6", "k": "#b6533b", "v": "#4b8f4b"}.get(side, SOFT)
-            bend = {"q": -0.08, "k": 0.08}.get(side, 0.0)  # side by side
+            bend = {"q": -0.08, "k": 0.08}.get(side, 0.0)  # so that edges to q, k and v do not overlap
             style = {"arrowstyle": "-|>", "color": colour, "lw": 0.6 + 3 * abs(score) / largest}
             style |= {"shrinkA": 14, "shrinkB": 14, "connectionstyle": f"arc3,rad={bend}"}
             panel.annotate("", end, start, arrowprops=style)
@@ -150,178 +91,78 @@ class Circuit:
             panel.text(x, y, display_name(name), ha="center", va="center", fontsize=9, color=INK, bbox=box)
         panel.set_ylim(-0.3, max(y for _, y in places.values()) + 0.3)
         panel.text(0.0, 1.0, "q blue, k red, v green", transform=panel.transAxes, fontsize=8, color=SOFT, va="top")
-        figure.savefig(path, facecolor="white")
-        return Path(path)
+        return figure
+
+    def _repr_html_(self) -> str:
+        return figure_html(self._figure())
 
     def __repr__(self) -> str:
         size = f"{len(self.edges)} of {self.n_possible} edges, {self.share:.1%}"
-        return f"Circuit({size}, faithfulness {self.faithfulness:.2f}, completeness {self.completeness:.2f})"
+        return f"Circuit({size}, {', '.join(f'{name} {value:.2f}' for name, value in self._qualities().items())})"
 
 
 def _part(reader: str) -> str:
-    """The part that a reader belongs to: "self.1.2.q" reads for "self.1.2"."""
+    """The part that a reader belongs to: "self.1.2" for "self.1.2.q"."""
     return reader[:-2] if reader.endswith((".q", ".k", ".v")) else reader
 
 
+_KINDS = {"self": "", "cross": "cross ", "encoder": "enc ", "ff": "", "encoder_ff": "enc "}
+
+
 def display_name(name: str) -> str:
-    """A part or reader as people read it, layers and heads from 1: "self.0.3.k" is "L1H4 k", "ff.1" is "L2 MLP"."""
+    """A part or reader with layers and heads counted from 1: "self.0.3.k" is "L1H4 k", "ff.1" is "L2 MLP"."""
     kind, *numbers = name.split(".")
-    if kind == "self":
-        return f"L{int(numbers[0]) + 1}H{int(numbers[1]) + 1} {''.join(numbers[2:])}".strip()
-    return f"L{int(numbers[0]) + 1} MLP" if kind == "ff" else name
+    if kind not in _KINDS:
+        return name
+    layer = f"{_KINDS[kind]}L{int(numbers[0]) + 1}"
+    return f"{layer} MLP" if kind.endswith("ff") else f"{layer}H{int(numbers[1]) + 1} {''.join(numbers[2:])}".strip()
+
+
+_HEIGHTS = {"encoder": 0.8, "encoder_ff": 1.6, "self": 0.7, "cross": 1.25, "ff": 1.75}  # within a layer
 
 
 def _layout(edges: Iterable[Edge]) -> dict[str, tuple[float, float]]:
-    """Where each part is drawn: heads of a layer side by side, its feed-forward network above them."""
+    """The (x, y) of each part: encoder below decoder, heads of a layer side by side, feed-forward networks right."""
     names = {name for edge in edges for name in (edge.writer, _part(edge.reader))} | {"embedding", "logits"}
-    layers = sorted({int(name.split(".")[1]) for name in names if "." in name})
-    height = {"embedding": 0.0, "logits": 2.0 * len(layers) + 1}
+    encoder = sorted({int(name.split(".")[1]) for name in names if name.startswith("encoder")})
+    decoder = sorted({int(name.split(".")[1]) for name in names if name.startswith(("self", "cross", "ff"))})
+    has_both = "source" in names
+    floor = 2.0 * len(encoder) + 1.0 if has_both else 0.0
+    top = floor + 2.0 * (len(decoder) if has_both or decoder else len(encoder)) + 1
+    height = {"source": 0.0, "embedding": floor, "logits": top}
     rows: dict[float, list[str]] = {}
     for name in sorted(names, key=lambda name: [int(x) if x.isdigit() else 0 for x in name.split(".")[1:]]):
+        kind, *numbers = name.split(".")
         y = height.get(name, -1.0)
         if y < 0:
-            y = 2.0 * layers.index(int(name.split(".")[1])) + (1.6 if name.startswith("ff") else 0.8)
+            layers, base = (encoder, 0.0) if kind.startswith("encoder") else (decoder, floor)
+            y = base + 2.0 * layers.index(int(numbers[0])) + _HEIGHTS[kind]
         rows.setdefault(y, []).append(name)
     places = {name: ((i + 1) / (len(row) + 1), y) for y, row in rows.items() for i, name in enumerate(row)}
-    return {name: (0.92 if name.startswith("ff") else x, y) for name, (x, y) in places.items()}
-
-
-def edge_scores(
-    model: Model, clean: Any, corrupted: Any, metric: Metric | Sequence[Metric], *, steps: int = 5
-) -> tuple[ResidualGraph, Tensor]:
-    """EAP-IG: the estimated effect of every edge (writers, readers), averaged over the pairs; ``steps=1`` is EAP."""
-    graph = ResidualGraph(model)
-    pairs = read_pairs(model, clean, corrupted)
-    total = torch.zeros(len(graph.writers), len(graph.readers))
-    for index, (good, bad) in enumerate(track(pairs, "pairs", len(pairs), lambda pair: 1)):
-        own = metric[index] if isinstance(metric, Sequence) else metric
-        a, b = (capture_inputs(model, inputs) for inputs in (good, bad))
-        change = _written(graph, a) - _written(graph, b)  # (writers, T, M)
-        ends = torch.stack([own(x.logits).mean() for x in (a, b)])
-        mean = torch.zeros(())
-        for step in range(1, steps + 1):
-            at = b["decoder"] + (a["decoder"] - b["decoder"]) * step / steps
-            with patch(model, {"decoder": at}):
-                mean = mean + _reader_gradients(graph, capture_inputs(model, bad, grad=True), own) / steps
-        scores = torch.einsum("wtm,rtm->wr", change, mean) / (ends[0] - ends[1])
-        total += scores.cpu() / len(pairs)
-    return graph, total * graph.possible
+    return {name: (0.92 if name.partition(".")[0].endswith("ff") else x, y) for name, (x, y) in places.items()}
 
 
 _COLUMNS = ("clean", "corrupted", "answer", "wrong")
 
 
-@torch.no_grad()
-def _written(graph: ResidualGraph, record: ActivationRecord) -> Tensor:
-    """What each writer added (writers, T, M); biases are the same in every pass and left out of heads."""
-    parts = [record["decoder"]]
-    for layer in range(len(graph.blocks)):
-        parts += [record.head_results(layer=layer)[0], record[f"decoder.blocks.{layer}.ff.output"]]
-    return torch.cat(parts)
-
-
-def _reader_gradients(graph: ResidualGraph, record: ActivationRecord, metric: Metric) -> Tensor:
-    """d metric / d residual stream as each reader alone sees it (readers, T, M)."""
-    gradients = record.gradients(metric)
-    rows: list[Tensor] = []
-    for layer, block in enumerate(graph.blocks):
-        name, norms = f"decoder.blocks.{layer}", block.residuals()
-        x = record[f"{name}.input"].detach().requires_grad_()
-        module: Any = block.attention
-        heads = module.qkv(_apply(norms.attention.before, x))
-        for point, made in zip(("q", "k", "v"), heads, strict=True):
-            gradient = gradients[f"{name}.attention.{point}"]
-            each = torch.eye(made.shape[1], device=x.device)[:, None, :, None, None] * gradient  # one head at a time
-            found = torch.autograd.grad(made, x, each, is_grads_batched=True, retain_graph=True)[0]
-            rows.append(found[:, 0])
-        x = record[f"{name}.input" if block.parallel else f"{name}.after_attention"].detach().requires_grad_()
-        before = norms.ff.before if norms.ff.before is not None else norms.attention.before
-        read = _apply(before, x)
-        rows.append(torch.autograd.grad(read, x, gradients[f"{name}.ff.input"])[0])
-    rows.append(gradients[f"decoder.blocks.{len(graph.blocks) - 1}.output"])
-    return torch.cat(rows)
-
-
-def _apply(norm: Any, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
-
-
-class CircuitRunner:
-    """Runs a model on a clean prompt with chosen edges; every other share of a reader's input is the corrupted one."""
-
-    def __init__(self, model: Model, graph: ResidualGraph, good: PassInputs, bad: PassInputs, metric: Metric) -> None:
-        self.model, self.graph, self.metric = model, graph, metric
-        self.clean, self.corrupted = (capture_inputs(model, x) for x in (good, bad))
-        self.old = _written(graph, self.corrupted)
-        with torch.no_grad():
-            self.ends = [float(metric(x.logits).mean()) for x in (self.clean, self.corrupted)]
-
-    def faithfulness(self, kept: Tensor) -> float:
-        """The share of the metric that the edges ``kept`` (writers, readers) bring back."""
-        clean, corrupted = self.ends
-        return (float(self.metric(self.logits(kept)).mean()) - corrupted) / (clean - corrupted)
-
-    def logits(self, kept: Tensor) -> Tensor:
-        """Logits (1, T, V) with these edges."""
-        model: Any = self.model
-        kept = kept.to(self.old)
-        change = torch.zeros_like(self.old)  # of each writer, from corrupted to what it writes in this run
-        change[0] = self.clean["decoder"][0] - self.old[0]
-        writer, reader = 1, 0
-
-        def read(base: Tensor, n: int) -> Tensor:
-            """The inputs of the next n readers (n, T, M)."""
-            nonlocal reader
-            share = torch.einsum("wr,wtm->rtm", kept[:writer, reader : reader + n], change[:writer])
-            reader += n
-            return base + share
-
-        with inference(model):
-            for layer, block in enumerate(self.graph.blocks):
-                name, module = f"decoder.blocks.{layer}", block.attention
-                assert isinstance(module, MultiHeadAttention) and block.ff is not None
-                norms, n = block.residuals(), module.n_heads + 2 * module.n_kv_heads
-                heads = self._heads(layer, _apply(norms.attention.before, read(self.corrupted[f"{name}.input"], n)))
-                weight = module.w_o.weight.unflatten(1, (module.n_heads, module.d_head))
-                results = torch.einsum("htd,mhd->htm", heads, weight)
-                before = norms.ff.before if norms.ff.before is not None else norms.attention.before
-                own = slice(writer, writer + module.n_heads)
-                ff_input = read(self.corrupted[f"{name}.input"], 1) if block.parallel else None
-                change[own], writer = results - self.old[own], own.stop
-                if ff_input is None:
-                    ff_input = read(self.corrupted[f"{name}.after_attention"], 1)
-                change[writer] = block.ff(_apply(before, ff_input))[0] - self.old[writer]
-                writer += 1
-            final = read(self.corrupted[f"decoder.blocks.{len(self.graph.blocks) - 1}.output"], 1)
-            return model.head(_apply(model.decoder.norm, final), model.output_table)
-
-    def _heads(self, layer: int, x: Tensor) -> Tensor:
-        """The outputs (H, T, D) of heads whose queries, keys and values read the rows of x (H + 2 G, T, M)."""
-        module: Any = self.graph.blocks[layer].attention
-        call = self.corrupted.call(layer=layer)
-        counts = [module.n_heads, module.n_kv_heads, module.n_kv_heads]
-        # Every row is projected to all heads, and of each the one that reads it is taken.
-        made = module.qkv(x)
-        starts = [0, counts[0], counts[0] + counts[1]]
-        q, k, v = (
-            heads[start : start + n].diagonal(dim1=0, dim2=1).permute(2, 0, 1)[None]
-            for heads, start, n in zip(made, starts, counts, strict=True)
-        )
-        remade = prepare(q, k, v, call.mask, call.bias, mechanism=module.mechanism, frame=call.frame)
-        return run(remade, "auto").output[0]
-
-
 class CircuitTask(NamedTuple):
-    """A behaviour as pairs of prompts, and what is right and wrong after each clean one."""
+    """A behaviour as pairs of prompts, with the right and a wrong answer to each clean one."""
 
     clean: list[str]
     corrupted: list[str]
     answers: list[str]
     wrong: list[str]
+    targets: list[str] | None = None  # encoder-decoder only: the decoder's text before the answer
 
     def first(self, n: int) -> CircuitTask:
         """The first n pairs."""
-        return CircuitTask(*(column[:n] for column in self))
+        return CircuitTask(*(None if column is None else column[:n] for column in self))  # type: ignore[arg-type]
+
+    def targets_for(self, model: Model) -> list[str] | None:
+        """The decoder's input in an encoder-decoder; only its start token if the task has no targets."""
+        if not model.is_encoder_decoder:
+            return None
+        return [""] * len(self.clean) if self.targets is None else self.targets
 
     def metrics(self, model: Model) -> list[Metric]:
         """The logit of each answer minus that of the wrong one."""
@@ -329,17 +170,20 @@ class CircuitTask(NamedTuple):
 
 
 def read_task(path: str | Path) -> CircuitTask:
-    """A table with the columns clean, corrupted, answer and wrong: CSV, TSV, JSON Lines or Parquet."""
+    """Read a CSV, TSV, JSON Lines or Parquet table with the columns clean, corrupted, answer and wrong; for an
+    encoder-decoder also target, the decoder's text before the answer."""
     rows = [record.fields for record in open_records(Path(path), "clean").read()]
     for name in _COLUMNS:
         if not rows or name not in rows[0]:
             have = ", ".join(rows[0]) if rows else "no rows"
-            raise BadData(f"{path} has {have}; a circuit's task needs the columns {', '.join(_COLUMNS)}")
-    return CircuitTask(*([str(row[name]) for row in rows] for name in _COLUMNS))
+            raise BadData(f"{path} has {have}; the task of a circuit needs the columns {', '.join(_COLUMNS)}")
+    targets = [str(row["target"]) for row in rows] if "target" in rows[0] else None
+    clean, corrupted, answers, wrong = ([str(row[name]) for row in rows] for name in _COLUMNS)
+    return CircuitTask(clean, corrupted, answers, wrong, targets)
 
 
 def repeats_task(n: int) -> CircuitTask:
-    """Induction, on the corpus `repeats`."""
+    """Induction on the corpus ``repeats``."""
     rows = list(induction_pairs(n))
     return CircuitTask(*([row[name] for row in rows] for name in _COLUMNS))
 
@@ -353,15 +197,22 @@ def find_circuit(
     faithfulness: float = 0.85,
     max_share: float = 1.0,
     steps: int = 5,
+    target: Any = None,
 ) -> Circuit:
-    """The fewest edges, by their EAP-IG scores, whose mean faithfulness reaches the one asked for.
+    """The fewest edges, in the order of their EAP-IG scores, whose mean faithfulness over the pairs is high enough.
 
-    Edges that lie on no path from the embeddings to the logits are left out; then each edge whose loss costs nothing.
+    Edges that lie on no path from the embeddings to the logits are left out. The circuit is then pruned: edges without
+    which it still reaches ``faithfulness`` are removed.
+
+    faithfulness  the mean faithfulness to reach
+    max_share     upper bound on the edges, as a share of all
+    steps         integration steps of EAP-IG
+    target        encoder-decoder only: the decoder's input for each pair
     """
-    graph, scores = edge_scores(model, clean, corrupted, metric, steps=steps)
-    pairs = read_pairs(model, clean, corrupted)
+    graph, scores = edge_scores(model, clean, corrupted, metric, steps=steps, target=target)
+    pairs = read_pairs(model, clean, corrupted, (target, target))
     metrics = list(metric) if isinstance(metric, Sequence) else [metric] * len(pairs)
-    runners = [CircuitRunner(model, graph, *pair, own) for pair, own in zip(pairs, metrics, strict=True)]
+    runners = [CircuitRunner(model, graph, *pair, own_metric) for pair, own_metric in zip(pairs, metrics, strict=True)]
 
     def mean(kept: Tensor) -> float:
         return sum(runner.faithfulness(kept) for runner in runners) / len(runners)
@@ -369,19 +220,20 @@ def find_circuit(
     order = scores.abs().flatten().argsort(descending=True)
     limit = int(max_share * int(graph.possible.sum()))
     kept = torch.zeros_like(graph.possible)
-    for n in _growing(limit):
-        kept = edges_on_paths(graph, _first(order, n, scores.shape) & graph.possible)
+    for n in _growing_sizes(limit):
+        kept = edges_on_paths(graph, _mark_first(order, n, scores.shape) & graph.possible)
         if mean(kept) >= faithfulness:
             break
     kept = _prune(graph, kept, scores, mean, faithfulness)
     ordered = sorted(kept.nonzero().tolist(), key=lambda at: -abs(float(scores[at[0], at[1]])))
     edges = {Edge(graph.writers[w], graph.readers[r]): float(scores[w, r]) for w, r in ordered}
-    without = mean(graph.possible & ~kept)
-    return Circuit(edges, int(graph.possible.sum()), mean(kept), 1 - without)
+    reached, others = mean(kept), mean(graph.possible & ~kept)
+    least = reached - max((mean(_without(graph, kept, *edge)) for edge in ordered), default=0.0)
+    return Circuit(edges, int(graph.possible.sum()), reached, 1 - others, least)
 
 
-def _growing(limit: int) -> Iterator[int]:
-    """1, 2, 3, 4, 5, 6, 8, 10 … up to the limit: steps of about a fifth."""
+def _growing_sizes(limit: int) -> Iterator[int]:
+    """1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14 … up to the limit, growing by about a fifth."""
     n = 1
     while n < limit:
         yield n
@@ -389,20 +241,21 @@ def _growing(limit: int) -> Iterator[int]:
     yield limit
 
 
-def _first(order: Tensor, n: int, shape: Sequence[int]) -> Tensor:
-    chosen = torch.zeros(order.numel(), dtype=torch.bool)
-    chosen[order[:n]] = True
-    return chosen.reshape(tuple(shape))
+def _mark_first(order: Tensor, n: int, shape: Sequence[int]) -> Tensor:
+    """Booleans of this shape, True at the first n of the flat indices ``order``."""
+    marked = torch.zeros(order.numel(), dtype=torch.bool)
+    marked[order[:n]] = True
+    return marked.reshape(tuple(shape))
 
 
 def edges_on_paths(graph: ResidualGraph, kept: Tensor) -> Tensor:
     """The edges that lie on a path from the embeddings to the logits."""
     edges = {(writer, reader) for writer, reader in kept.nonzero().tolist()}
     while True:
-        fed = {0}.union(*(graph.feeds[reader] for _, reader in edges))  # writers that have an input
-        used = {writer for writer, _ in edges}
+        have_input = set(graph.roots).union(*(graph.feeds[reader] for _, reader in edges))
+        have_output = {writer for writer, _ in edges}
         last = len(graph.readers) - 1
-        on_path = {(w, r) for w, r in edges if w in fed and (r == last or graph.feeds[r] & used)}
+        on_path = {(w, r) for w, r in edges if w in have_input and (r == last or graph.feeds[r] & have_output)}
         if on_path == edges:
             break
         edges = on_path
@@ -412,15 +265,20 @@ def edges_on_paths(graph: ResidualGraph, kept: Tensor) -> Tensor:
     return result
 
 
+def _without(graph: ResidualGraph, kept: Tensor, writer: int, reader: int) -> Tensor:
+    """The circuit without an edge, and without the edges that are then on no path."""
+    fewer = kept.clone()
+    fewer[writer, reader] = False
+    return edges_on_paths(graph, fewer)
+
+
 def _prune(
     graph: ResidualGraph, kept: Tensor, scores: Tensor, mean: Callable[[Tensor], float], faithfulness: float
 ) -> Tensor:
-    """The circuit without the edges, from the smallest score up, that it can lose and stay as faithful as asked."""
+    """Remove edges, from the smallest score up, as long as the circuit still reaches ``faithfulness``."""
     edges = sorted(kept.nonzero().tolist(), key=lambda at: abs(float(scores[at[0], at[1]])))
     for writer, reader in edges:
-        fewer = kept.clone()
-        fewer[writer, reader] = False
-        fewer = edges_on_paths(graph, fewer)
+        fewer = _without(graph, kept, writer, reader)
         if kept[writer, reader] and mean(fewer) >= faithfulness:
             kept = fewer
     return kept

@@ -1,11 +1,11 @@
-"""Heads of two looks compared: two models, two checkpoints or two layers.
+"""Compare the heads of two looks: of two models, two checkpoints or two layers.
 
-Rows are compared by the Jensen–Shannon divergence, in bits between 0 (equal) and 1 (no key in common), as Clark et al.
-2019 (§6) compare heads:
+The distance of two rows is their Jensen–Shannon divergence in bits, from 0 (equal) to 1 (no key in common), as in
+Clark et al. 2019 (§6):
 
     JS(p, q) = ½ KL(p ‖ m) + ½ KL(q ‖ m),   m = ½ (p + q)
 
-It is a sum over keys, computed block by block: neither matrix is ever formed.
+It is a sum over keys, computed block by block: neither matrix is ever materialised.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _WEIGHTS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class LookComparison:
-    """Distances between the heads of two looks, for each pair of layers, (pairs, H)."""
+    """Distances (pairs, H) between the heads of two looks, for each pair of layers."""
 
     kind: str
     layers: list[tuple[int, int]]
     divergence: Tensor  # Jensen–Shannon, in bits, averaged over rows
-    largest: Tensor  # the largest difference of any weight
+    largest: Tensor  # the largest absolute difference of two weights
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """A dictionary for JSON."""
         numbers = {"divergence": self.divergence.tolist(), "largest": self.largest.tolist()}
         return {"kind": self.kind, "layers": [list(pair) for pair in self.layers], **numbers}
 
@@ -46,12 +46,12 @@ class LookComparison:
 def compare(
     a: Look, b: Look, *, kind: str | None = None, layers: Sequence[tuple[int, int]] | None = None
 ) -> LookComparison:
-    """Head h of one look against head h of the other, in the same layers or in pairs of them (one of a, one of b)."""
+    """Compare head h of look a with head h of look b, layer by layer or in the given pairs of layers (of a, of b)."""
     kind = a._kind(kind)
     if layers is None:
-        n_layers, others = a.layers(kind=kind), b.layers(kind=kind)
-        if n_layers != others:
-            raise ValueError(f"a has {n_layers} {kind} layers and b {others}; say which pairs of layers")
+        n_layers, n_others = a.layers(kind=kind), b.layers(kind=kind)
+        if n_layers != n_others:
+            raise ValueError(f"a has {n_layers} {kind} layers and b has {n_others}; give layers=, the pairs to compare")
         layers = [(layer, layer) for layer in range(n_layers)]
     pairs = [(a._layer(kind, one), b._layer(b._kind(kind), other)) for one, other in layers]
     results = [compare_maps(a.map(kind=kind, layer=one), b.map(kind=kind, layer=other)) for one, other in pairs]
@@ -59,7 +59,7 @@ def compare(
 
 
 def compare_maps(a: AttentionMap, b: AttentionMap) -> tuple[Tensor, Tensor]:
-    """Jensen–Shannon divergence in bits, averaged over rows, and the largest difference of weights, (H,) each."""
+    """The Jensen–Shannon divergence in bits, averaged over rows, and the largest difference of weights, (H,) each."""
     _check_shapes(a, b, same_heads=True)
     total, largest = torch.zeros(a.shape[1], dtype=torch.float64), torch.zeros(a.shape[1])
     for p, q in _blocks(a, b):
@@ -69,8 +69,10 @@ def compare_maps(a: AttentionMap, b: AttentionMap) -> tuple[Tensor, Tensor]:
 
 
 def head_distances(a: AttentionMap, b: AttentionMap) -> Tensor:
-    """Every head of a against every head of b, (H_a, H_b), Jensen–Shannon in bits: the heads of two models have no
-    common order."""
+    """Jensen–Shannon divergence in bits of every head of a and every head of b, (H_a, H_b).
+
+    For two models, whose heads have no common order.
+    """
     _check_shapes(a, b, same_heads=False)
     total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
     for p, q in _blocks(a, b):
@@ -80,10 +82,10 @@ def head_distances(a: AttentionMap, b: AttentionMap) -> Tensor:
 
 
 def compare_predictions(a: Look, b: Look) -> Tensor:
-    """How far the two predict different tokens at each position: the total variation ½ Σ |p - q|, 0 … 1, (T,)."""
+    """The total variation distance of the predictions at each position, ½ Σ |p - q|, 0 … 1, (T,)."""
     n = len(a.hidden())
     if n != len(b.hidden()):
-        raise ValueError(f"the looks have {n} and {len(b.hidden())} positions; both must look at the same tokens")
+        raise ValueError(f"the looks have {n} and {len(b.hidden())} positions; both must be of the same tokens")
     spans = split_span(slice(0, n), max(1, _WEIGHTS_AT_ONCE // a.model.config.output_vocab_size))
     return torch.cat([(a.logits(x).softmax(-1) - b.logits(x).softmax(-1)).abs().sum(-1) / 2 for x in spans])
 
@@ -91,18 +93,18 @@ def compare_predictions(a: Look, b: Look) -> Tensor:
 def _check_shapes(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
     sizes = [(one.shape[0], *((one.shape[1],) if same_heads else ()), *one.shape[2:]) for one in (a, b)]
     if sizes[0] != sizes[1]:
-        what = "batch, heads, rows and columns" if same_heads else "batch, rows and columns"
-        raise ValueError(f"the maps differ in {what}: {sizes[0]} and {sizes[1]}; both must look at the same tokens")
+        names = "batch, heads, rows and columns" if same_heads else "batch, rows and columns"
+        raise ValueError(f"the maps differ in {names}: {sizes[0]} and {sizes[1]}; both must be of the same tokens")
 
 
 def _bits_per_row(nats: Tensor, a: AttentionMap, b: AttentionMap) -> Tensor:
-    """The mean over the rows that have keys in both; a row without keys is no distribution."""
+    """The mean over the rows that have keys in both maps; a row without keys is not a distribution."""
     has_keys = (a.lse()[:, 0] != math.inf).cpu() & (b.lse()[:, 0] != math.inf).cpu()
     return (nats / (max(int(has_keys.sum()), 1) * math.log(2))).clamp(0, 1).float()
 
 
 def _blocks(a: AttentionMap, b: AttentionMap) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same block of both, (B, H, R, C)."""
+    """The blocks (B, H, R, C) of both maps, in pairs."""
     n_batch, _, n_queries, n_keys = a.shape
     pairs = n_batch * max(a.shape[1], b.shape[1])
     width = min(n_keys, max(_BLOCK_SIDE, _WEIGHTS_AT_ONCE // (pairs * _BLOCK_SIDE)))
@@ -114,7 +116,7 @@ def _blocks(a: AttentionMap, b: AttentionMap) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
-    """The sum of a block's terms in nats, ½ (p log p + q log q) - m log m, of each head."""
+    """The sum of a block's terms ½ (p log p + q log q) - m log m in nats, for each head."""
     m = (p + q) / 2
     terms = (torch.xlogy(p, p) + torch.xlogy(q, q)) / 2 - torch.xlogy(m, m)
     return terms.sum((0, 2, 3)).double().cpu()

@@ -16,17 +16,17 @@ from .labels import Label
 from .render import HeadSelection, Sheet
 
 IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
-COLOUR_MAP = "Blues"  # white is 0; lightness falls evenly
+COLOUR_MAP = "Blues"  # 0 is white; lightness decreases evenly
 TEXT_COLOUR, GREY, LINE_COLOUR = "#1d2733", "#6b7684", "#c9d1d9"
-_MAX_CELLS = 1024  # rows or columns drawn; a larger map becomes an overview
-_MAX_LABELS = 72  # of more than these only every second, third … is drawn
-_MAX_WITH_VALUES = 28  # rows and columns up to which values are written into the cells
+_MAX_CELLS = 1024  # rows or columns drawn; a larger map is pooled to an overview
+_MAX_LABELS = 72  # per axis; of more labels only every second, third … is drawn
+_MAX_WITH_VALUES = 28  # rows or columns up to which cells show their weights
 
 
-def draw_heatmap(what: HeadSelection, file: Path, title: str | None = None) -> Path:
+def draw_heatmap(selection: HeadSelection, file: Path, title: str | None = None) -> Path:
     """Write a heat map as PNG, SVG or PDF."""
     _check_suffix(file)
-    sheet, look = what.sheet(_MAX_CELLS, _MAX_CELLS), what.view.look
+    sheet, look = selection.sheet(_MAX_CELLS, _MAX_CELLS), selection.view.look
     texts = " → ".join(text for text in (look.text, look.target_text) if text)
     subtitle = _shorten(" ".join(texts.split()), 90)
     labels = [label.text for label in (*sheet.rows, *sheet.cols)]
@@ -44,8 +44,8 @@ def _save(figure: Any, file: Path) -> None:
     import matplotlib
 
     suffix = file.suffix.lower()
-    metadata: Any = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)  # the same bytes every time
-    # Text of an SVG is drawn as paths, so that it looks the same without the font; PDFs carry their fonts.
+    metadata: Any = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)  # for reproducible bytes
+    # SVG text is drawn as paths, so that it looks the same without the font; PDFs embed their fonts.
     style: Any = {"svg.fonttype": "path", "pdf.fonttype": 3, "svg.hashsalt": "regard"}
     with atomic_file(file) as out, matplotlib.rc_context(style):
         figure.savefig(out, format=suffix[1:], dpi=200, facecolor="white", metadata=metadata)
@@ -101,7 +101,7 @@ def _draw_values(axes: Any, sheet: Sheet, fonts: list[str], cell: float) -> None
     size, scale = min(8.0, cell * 72 * 0.26), sheet.scale()
     for y, row in enumerate(sheet.values.tolist()):
         for x, value in enumerate(row):
-            if value == 0:  # hidden by a mask: the cell stays white
+            if value == 0:  # masked: the cell stays white
                 continue
             colour = "white" if scale(value) > 0.55 else TEXT_COLOUR
             number = "1" if value >= 0.995 else f"{value:.2f}"[1:]
@@ -109,32 +109,32 @@ def _draw_values(axes: Any, sheet: Sheet, fonts: list[str], cell: float) -> None
 
 
 def _label_width(labels: list[Label]) -> int:
-    """Of the longest, in Latin letters; a Hangul syllable is nearly two of them wide."""
+    """The width of the longest label in Latin letters; a Hangul syllable is nearly two letters wide."""
     return max(sum(1.7 if ord(x) > 0x10FF else 1 for x in _shorten(label.text)) for label in labels).__ceil__()
 
 
 def _shorten(text: str, longest: int = 18) -> str:
     text = text if len(text) <= longest else text[: longest - 1] + "…"
-    return text.replace("$", r"\$")  # matplotlib takes $…$ for a formula
+    return text.replace("$", r"\$")  # matplotlib reads $…$ as a formula
 
 
 _MAX_PER_ROW, _MAX_PANELS = 6, 60
 _SHADE_COLOUR, _SHADE_OPACITY = (0.04, 0.07, 0.13), 0.82
-_SHADE_SIZE = 840  # pixels each way: divisible by many numbers of patches
+_SHADE_SIZE = 840  # pixels per side, divisible by many numbers of patches
 
 
-def draw_overlay(what: HeadSelection, file: Path, title: str | None = None) -> Path:
-    """Write one panel for each row of the view: its weights over the image."""
+def draw_overlay(selection: HeadSelection, file: Path, title: str | None = None) -> Path:
+    """Draw one panel for each row of the view: its weights over the image."""
     _check_suffix(file)
-    image, kind = what.view.look.image, what.view.kind
-    if image is None or not any(label.box for label in what.col_labels):
-        raise ValueError(f"kind={kind!r} does not look at an image: there is nothing to lay its weights over")
-    panels = list(zip(what.row_labels, torch.cat(list(what.portions())).float().cpu(), strict=True))
-    if kind == "encoder":  # patches attend to patches: the class tokens, and the mean of the patches
+    image, kind = selection.view.look.image, selection.view.kind
+    if image is None or not any(label.box for label in selection.col_labels):
+        raise ValueError(f"kind={kind!r} does not attend to an image, so there is nothing to draw its weights on")
+    panels = list(zip(selection.row_labels, torch.cat(list(selection.portions())).float().cpu(), strict=True))
+    if kind == "encoder":  # instead of a panel per patch: the class tokens, and the mean of the patches
         mean = Label("all patches, mean"), torch.stack([w for label, w in panels if label.box]).mean(0)
         panels = [*(panel for panel in panels if panel[0].special), mean]
     panels = panels[:_MAX_PANELS]
-    heading = title or what.title[0].upper() + what.title[1:]
+    heading = title or selection.title[0].upper() + selection.title[1:]
     with use_fonts_for([heading, *(label.text for label, _ in panels)], file) as fonts:
         n_cols = min(_MAX_PER_ROW, max(3, len(panels)))
         n_rows = -(-len(panels) // n_cols)
@@ -148,7 +148,7 @@ def draw_overlay(what: HeadSelection, file: Path, title: str | None = None) -> P
             row, col = divmod(n, n_cols)
             bottom = h - head - (row + 1) * (panel_height + gap) + 0.03
             axes = figure.add_axes(((col * side + 0.06) / w, bottom / h, (side - 0.12) / w, (panel_height - 0.06) / h))
-            _draw_panel(axes, np.asarray(image.convert("RGB")), weights, what.col_labels)
+            _draw_panel(axes, np.asarray(image.convert("RGB")), weights, selection.col_labels)
             colour = GREY if label.special else TEXT_COLOUR
             axes.set_title(label.text.replace("$", r"\$"), fontsize=10, color=colour, family=fonts, pad=4)
         _save(figure, file)
@@ -156,7 +156,7 @@ def draw_overlay(what: HeadSelection, file: Path, title: str | None = None) -> P
 
 
 def _draw_panel(axes: Any, image: NDArray[np.uint8], weights: Tensor, cols: list[Label]) -> None:
-    """The image under a shade, lighter where a patch has more weight; a frame around the heaviest patch."""
+    """Draw the image under a shade that is lighter where a patch has more weight, and frame the heaviest patch."""
     from matplotlib.patches import Rectangle
 
     axes.imshow(image, extent=(0, 1, 1, 0), aspect="auto")
@@ -164,7 +164,7 @@ def _draw_panel(axes: Any, image: NDArray[np.uint8], weights: Tensor, cols: list
     top = max(weight for _, weight in boxes) or 1.0
     shade = np.zeros((_SHADE_SIZE, _SHADE_SIZE, 4))
     shade[..., :3] = _SHADE_COLOUR
-    shade[..., 3] = _SHADE_OPACITY  # also where no region lies
+    shade[..., 3] = _SHADE_OPACITY  # also outside all regions
     for (x0, y0, x1, y1), weight in boxes:
         ys, xs = (slice(round(low * _SHADE_SIZE), round(high * _SHADE_SIZE)) for low, high in ((y0, y1), (x0, x1)))
         shade[ys, xs, 3] = _SHADE_OPACITY * (1 - weight / top)

@@ -1,10 +1,10 @@
-"""Interventions: change the inside of a model for the length of a ``with`` block.
+"""Interventions: change a model's activations or attention inside a ``with`` block.
 
     with switch_off(model, [("cross", 1, 0)]), attention_scale(model, 2.0):
         look = regard.look(model, "…")
 
-Each change is a function call in the forward pass (``attention.edits``): no hooks, no
-copies. After the block, also after an exception, the model is exactly what it was.
+Each change is a function call in the forward pass (``attention.edits``), without hooks or copies of the model. After
+the block, also after an exception, the model computes exactly what it did before.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from ..models.sites import HookSite
 from .capture import Head, attention_modules, attention_site, attention_sites, hook_site, resolve_kind
 
 Change = Tensor | Callable[[Tensor], Tensor]  # a new activation, or a function of the old one
-_WEIGHTS_AT_ONCE = 1 << 20  # weights of an edited head held at a time
+_WEIGHTS_AT_ONCE = 1 << 20  # weights of an edited head in memory at a time
 
 
-OutputChange = Callable[[Any, Tensor], Tensor]  # of the attention call (None at a layer) and the activation
+OutputChange = Callable[[Any, Tensor], Tensor]  # (attention call, or None outside attention; activation) → activation
 CallChange = Callable[[AttentionCall], AttentionCall]
 
 
 class SiteEdit(Edit):
-    """Changes activations, or attention calls, at hook sites; a module that layers share is told apart by its calls."""
+    """Changes activations or attention calls at hook sites; layers that share a module are told apart by its calls."""
 
     def __init__(
         self, model: Model, outputs: Mapping[HookSite, OutputChange], calls: Mapping[HookSite, CallChange] | None = None
@@ -51,42 +51,42 @@ class SiteEdit(Edit):
         self._outputs = {(site.owner, site.call, site.point): change for site, change in outputs.items()}
         self._calls = {(site.owner, site.call): change for site, change in (calls or {}).items()}
         self._n_layers = Counter(module for modules in attention_modules(model).values() for module in modules)
-        self._n_calls: Counter[nn.Module] = Counter()  # since the stack began
+        self._n_calls: Counter[nn.Module] = Counter()  # calls of each module since its stack started
 
     def call(self, owner: nn.Module, call: AttentionCall) -> AttentionCall:
         self._n_calls[owner] += 1
         for point in ("q", "k", "v"):
-            change = self._outputs.get((*self._place(owner), point))
+            change = self._outputs.get((*self._module_call(owner), point))
             if change is not None:
                 changed: Any = {point: change(call, getattr(call, point))}
                 call = replace(call, **changed)
-        edit = self._calls.get(self._place(owner))
+        edit = self._calls.get(self._module_call(owner))
         return call if edit is None else edit(call)
 
     def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
-        change = self._outputs.get((*self._place(owner), "heads"))
+        change = self._outputs.get((*self._module_call(owner), "heads"))
         return output if change is None else change(call, output)
 
     def states(self, owner: nn.Module, point: str, x: Tensor) -> Tensor:
         if isinstance(owner, Stack):
             for module in owner.modules():
                 del self._n_calls[module]
-        if point in ("input", "router"):  # the first activation of a stack or layer, the only one of experts
+        if point in ("input", "router"):  # the first point of a stack or block, and the only one of experts
             self._n_calls[owner] += 1
-        change = self._outputs.get((*self._place(owner), point))
+        change = self._outputs.get((*self._module_call(owner), point))
         return x if change is None else change(None, x)
 
-    def _place(self, owner: nn.Module) -> tuple[nn.Module, int]:
-        """A module and the number of its call in this pass: 0 unless layers share it."""
+    def _module_call(self, owner: nn.Module) -> tuple[nn.Module, int]:
+        """A module and the index of its current call in this pass: 0 unless layers share it."""
         index = self._n_calls[owner] - 1
         return owner, index % self._n_layers[owner] if owner in self._n_layers else index
 
 
-HeadChange = Callable[[AttentionCall, Tensor], Tensor]  # of the call and a head's output (B, T, D)
+HeadChange = Callable[[AttentionCall, Tensor], Tensor]  # (call, output of one head (B, T, D)) → output
 
 
 def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> SiteEdit:
-    """Replaces the outputs of single heads."""
+    """An edit that replaces the outputs of single heads."""
     by_site: dict[HookSite, dict[int, HeadChange]] = {}
     for (kind, layer, head), change in changes.items():
         by_site.setdefault(attention_site(model, kind, layer, head), {})[head] = change
@@ -102,7 +102,7 @@ def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> SiteEdit:
 
 @contextmanager
 def switch_off(model: Model, heads: Iterable[Head], by: str = "zero") -> Iterator[None]:
-    """Ablate heads (kind, layer, head): their output is 0, or with by="mean" its mean over the text
+    """Ablate heads (kind, layer, head): replace their output by 0, or with by="mean" by its mean over the text
     (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with ξ_h = 0)."""
     if by not in ("zero", "mean"):
         raise ValueError(f"by={by!r} is neither 'zero' nor 'mean'")
@@ -126,11 +126,12 @@ def _check_head_name(head: Iterable[object]) -> Head:
 def edit_head(
     model: Model, kind: str, layer: int, head: int, weights: Tensor | AttentionMap, rows: Pick | None = None
 ) -> Iterator[None]:
-    """Replace the attention weights of a head: its output is weights · V.
+    """Replace the attention weights of a head: its output becomes weights · V.
 
-    weights  (T, S) or (B, T, S), or another map's head; with ``rows`` (R, S), for these queries only
-    For passes over a whole text, with as many queries and keys as the weights. A map recorded meanwhile shows the
-    head's own weights, those of its q and k.
+    weights  (T, S) or (B, T, S), or an attention map of one head; with ``rows``, (R, S) for these queries only
+
+    For passes over a whole text with as many queries and keys as the weights. A map recorded inside the block still
+    shows the head's own weights, those of its q and k.
     """
 
     def replace_output(call: AttentionCall, x: Tensor) -> Tensor:
@@ -147,13 +148,15 @@ def edit_head(
 
 
 def _apply_weights(weights: Tensor | AttentionMap, values: Tensor, n_rows: int) -> Tensor:
-    """weights (T, S) · values (B, S, D), some rows at a time."""
+    """weights (T, S) · values (B, S, D), computed in chunks of rows."""
     *lead, n_queries, n_keys = weights.shape
     if (n_queries, n_keys) != (n_rows, values.shape[1]):
-        sizes = f"{n_queries} queries and {n_keys} keys, this pass {n_rows} and {values.shape[1]}"
-        raise ValueError(f"weights have {sizes}; an edited head needs a pass over the whole text")
+        sizes = f"{n_queries} queries and {n_keys} keys, this pass has {n_rows} and {values.shape[1]}"
+        raise ValueError(f"the weights have {sizes}; an edited head needs a pass over the whole text")
     if any(n not in (1, values.shape[0]) for n in lead[:1]) or (len(lead) == 2 and lead[1] != 1):
-        raise ValueError(f"weights of shape {tuple(weights.shape)} are not one head's for a batch of {values.shape[0]}")
+        raise ValueError(
+            f"weights of shape {tuple(weights.shape)} do not fit one head and a batch of {values.shape[0]}"
+        )
     step = max(1, _WEIGHTS_AT_ONCE // (values.shape[0] * n_keys))
     parts = []
     for start in range(0, n_rows, step):
@@ -166,11 +169,11 @@ def _apply_weights(weights: Tensor | AttentionMap, values: Tensor, n_rows: int) 
 
 @contextmanager
 def patch(model: Model, activations: Mapping[str | Head, Change], positions: Pick | None = None) -> Iterator[None]:
-    """Activation patching: activations of another run replace this run's (Vig et al. 2020, Meng et al. 2022).
+    """Activation patching: replace activations by those of another run (Vig et al. 2020, Meng et al. 2022).
 
-    activations  by hook site ("decoder.blocks.3.ff.neurons", see ``model.sites()``) or by head ("self", 3, 0)
-                 (B, T, D); a tensor, or a function of the activation it replaces
-    positions    replace only these tokens; the tensor has as many, or is that of a whole text
+    activations  by hook site ("decoder.blocks.3.ff.neurons", see ``model.sites()``) or by head (("self", 3, 0), whose
+                 output is (B, T, D)): a tensor, or a function of the activation that it replaces
+    positions    replace only these tokens, by a tensor of as many tokens or of the whole text
     """
     sites: dict[HookSite, OutputChange] = {}
     heads: dict[Head, HeadChange] = {}
@@ -196,10 +199,10 @@ def _position_change(change: Change, positions: Pick | None, name: str) -> Outpu
             new = (change[..., span, :] if is_whole_text else change).to(x)
         else:
             new = change(old)
-        lead = old.dim() - new.dim()  # one run's activations may serve a whole batch: a batch dimension may be 1
+        lead = old.dim() - new.dim()  # leading dimensions broadcast: one run's activations may patch a whole batch
         fits = lead >= 0 and new.shape[-2:] == old.shape[-2:]
         if not fits or any(n not in (1, m) for n, m in zip(new.shape, old.shape[lead:], strict=True)):
-            shapes = f"has shape {tuple(new.shape)}, what passes there {tuple(old.shape)}"
+            shapes = f"has shape {tuple(new.shape)}, but the one it replaces has shape {tuple(old.shape)}"
             raise ValueError(f"the activation patched in at {name} {shapes}")
         if positions is None:
             return new.expand_as(x)
@@ -212,7 +215,7 @@ def _position_change(change: Change, positions: Pick | None, name: str) -> Outpu
 
 @contextmanager
 def watch(model: Model, places: Iterable[str]) -> Iterator[dict[str, Tensor]]:
-    """Collect the activations of the last pass at some hook sites, as ``patch`` takes them."""
+    """Collect the activations of the last pass at some hook sites, in the form that ``patch`` reads."""
     activations: dict[str, Tensor] = {}
 
     def collect(name: str, call: AttentionCall | None, x: Tensor) -> Tensor:
@@ -224,7 +227,7 @@ def watch(model: Model, places: Iterable[str]) -> Iterator[dict[str, Tensor]]:
 
 
 def _call_edit(model: Model, kinds: Iterable[str], layers: Iterable[int] | None, change: CallChange) -> SiteEdit:
-    """Changes mask or scores of the attentions of some kinds and layers."""
+    """An edit that changes the attention calls of some kinds and layers."""
     if layers is None:
         sites = attention_sites(model)
         selected = [site for kind in kinds for site in sites.get(kind, [])]
@@ -235,29 +238,29 @@ def _call_edit(model: Model, kinds: Iterable[str], layers: Iterable[int] | None,
 
 @contextmanager
 def no_causal_mask(model: Model, layers: Iterable[int] | None = None) -> Iterator[None]:
-    """Remove the causal mask (Vaswani et al. 2017, §3.2.3), so that a decoder sees later tokens.
+    """Remove the causal mask (Vaswani et al. 2017, §3.2.3), so that a decoder attends to later tokens.
 
-    A window over the past becomes one over both sides. Padding stays hidden.
+    A window over the past becomes one over both sides. Padding stays masked.
     """
     if not any(stack.causal for stack in model.stacks()):
-        raise ValueError("this model has no causal mask to remove: none of its stacks hides the future")
+        raise ValueError("this model has no causal mask to remove: none of its stacks is causal")
 
     def unmask(call: AttentionCall) -> AttentionCall:
-        return replace(call, mask=None if call.mask is None else _without_causal(call.mask))
+        return replace(call, mask=None if call.mask is None else without_causal(call.mask))
 
     with use_edit(_call_edit(model, ("self",), layers, unmask)):
         yield
 
 
-def _without_causal(mask: Mask) -> Mask | None:
-    """The mask without what hides later keys; None where nothing is left of it."""
+def without_causal(mask: Mask) -> Mask | None:
+    """The mask without its causal part; None if nothing is left of it."""
     if isinstance(mask, Causal):
         return None
     if isinstance(mask, Window):
         return Window(mask.size, max(mask.ahead, mask.size - 1))
     if not isinstance(mask, And | Or):
         return mask
-    a, b = _without_causal(mask.a), _without_causal(mask.b)
+    a, b = without_causal(mask.a), without_causal(mask.b)
     if a is None or b is None:
         return a or b if isinstance(mask, And) else None
     return a & b if isinstance(mask, And) else a | b
@@ -267,8 +270,11 @@ def _without_causal(mask: Mask) -> Mask | None:
 def attention_scale(
     model: Model, factor: float, kinds: Iterable[str] | None = None, layers: Iterable[int] | None = None
 ) -> Iterator[None]:
-    """Scores times a factor: softmax(factor · q kᵀ / √D). 0 gives equal weights, √D undoes the paper's scaling, larger
-    factors concentrate on one key. Position biases that are not part of q · k stay as they are."""
+    """Multiply the scores by a factor: softmax(factor · q kᵀ / √D).
+
+    0 gives equal weights, √D undoes the paper's scaling, larger factors concentrate on one key. Position biases that
+    are not part of q · k are not scaled.
+    """
     if not math.isfinite(factor):
         raise ValueError(f"factor={factor} must be a finite number")
     resolve_kind(model, None)  # raises where the model has no attention
@@ -278,13 +284,13 @@ def attention_scale(
         for module in modules.get(kind, [attention_site(model, kind, 0).owner]):
             if not isinstance(module.mechanism, Dot) or module.mechanism.kind != "dot":
                 name = getattr(module.mechanism, "name", type(module.mechanism).__name__)
-                raise ValueError(f"attention_scale is for dot products; the {kind} attention's scores are {name!r}")
+                raise ValueError(f"attention_scale is for dot products; the {kind} attention has scores of {name!r}")
 
     def scale(call: AttentionCall) -> AttentionCall:
         assert isinstance(call.mechanism, Dot)
         bias = call.bias
-        if isinstance(bias, XLRelative):  # a part of q · k, with a scale of its own
-            bias = copy.copy(bias)  # its parameters are shared
+        if isinstance(bias, XLRelative):  # part of q · k, with its own scale
+            bias = copy.copy(bias)  # shallow: the parameters stay shared
             bias.scale = bias.scale * factor
         return replace(call, mechanism=Dot(call.mechanism.factor(call.q.shape[-1]) * factor), bias=bias)
 

@@ -1,7 +1,7 @@
 """Labels of rows and columns: the text of tokens, the boxes of image patches.
 
-A token may be a part of a character, such as one byte of the three of a Hangul syllable. Its label is the whole
-character with a small number, 한₁ 한₂ 한₃; a merged view joins the three.
+A token may be part of a character, such as one of the three bytes of a Hangul syllable. Its label is the whole
+character with a subscript, 한₁ 한₂ 한₃; a merged view joins the three.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from ..config import ModelConfig
 from ..text.tokenizer import BYTE_OF_LETTER, Tokenizer, TokenSpan
 
-Box = tuple[float, float, float, float]  # x0, y0, x1, y1 as shares of an image's width and height
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1 as fractions of an image's width and height
 
-_SMALL = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+_SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 
 
@@ -25,42 +25,42 @@ _VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"})
 class Label:
     """The label of a row or a column."""
 
-    text: str  # without the space before it; invisible characters as signs
+    text: str  # without leading space; control characters shown as symbols
     token_id: int | None = None
-    special: bool = False  # whether it is a start, end or padding token
-    start: int = 0  # its characters within the whole text: first, and one past the last; a special token has none
+    special: bool = False  # a start, end or padding token
+    start: int = 0  # character range [start, end) in the whole text; empty for a special token
     end: int = 0
-    span: tuple[int, int] = (0, 1)  # its tokens, first and one past the last: several in a merged view
-    box: Box | None = None  # its place in the image
-    new_word: bool = True  # whether a word begins with it; words never continue across special tokens
-    whole: tuple[int, int] = (0, 1)  # the tokens that together make its character, first and one past the last
+    span: tuple[int, int] = (0, 1)  # token range [first, stop); several tokens in a merged view
+    box: Box | None = None  # position in the image
+    new_word: bool = True  # whether a word begins here; words never continue across special tokens
+    whole: tuple[int, int] = (0, 1)  # token range of the character that this token is a part of
 
 
 def visible_text(text: str) -> str:
-    """A text without spaces around it, and with signs for invisible characters."""
+    """A text without surrounding spaces, with symbols for invisible characters."""
     core = text.strip()
     signs = core.translate({10: "⏎", 9: "⇥", 13: "␍"}) if core else text.translate(_VISIBLE)
     return "".join("·" if unicodedata.category(x) in ("Cc", "Cs", "Co", "Cn") else x for x in signs) or "∅"
 
 
 def token_labels(ids: Sequence[int], tokenizer: Tokenizer | None, config: ModelConfig) -> list[Label]:
-    """A label for each token; without a tokenizer its number."""
+    """A label for each token: its text, or its id if there is no tokenizer."""
     ids, before = [int(index) for index in ids], ""
     labels: list[Label] = []
     for span in token_spans(ids, tokenizer, config):
         n_tokens = span.last - span.first
         for n in range(n_tokens):
             index = span.first + n
-            text = visible_text(span.text) + (str(n + 1).translate(_SMALL) if n_tokens > 1 else "")
+            text = visible_text(span.text) + (str(n + 1).translate(_SUBSCRIPTS) if n_tokens > 1 else "")
             new_word = n == 0 and (span.special or begins_word(before, span.text))
-            own, whole = (index, index + 1), (span.first, span.last)
-            labels.append(Label(text, ids[index], span.special, span.start, span.end, own, None, new_word, whole))
+            tokens, whole = (index, index + 1), (span.first, span.last)
+            labels.append(Label(text, ids[index], span.special, span.start, span.end, tokens, None, new_word, whole))
         before = "" if span.special else before[-8:] + span.text
     return labels
 
 
 def begins_word(before: str, text: str) -> bool:
-    """Whether ``text`` after ``before`` starts a word: at a space, between letters and other signs, at ideographs."""
+    """Whether ``text`` after ``before`` starts a word: at a space, between letters and symbols, at each ideograph."""
     if not before or not before.strip():
         return not before  # spaces belong to the word after them
     if not text or text[0].isspace():
@@ -81,12 +81,12 @@ def _is_word_letter(letter: str) -> bool:
 
 
 def _is_ideograph(letter: str) -> bool:
-    """Scripts that write no spaces between words."""
+    """Whether a letter is of a script without spaces between words."""
     return "\u3040" <= letter <= "\u30ff" or "\u3400" <= letter <= "\u9fff"
 
 
 def token_spans(ids: Sequence[int], tokenizer: Tokenizer | None, config: ModelConfig) -> list[TokenSpan]:
-    """The spans of a text, tokens that are parts of one character in one span; without a tokenizer, their numbers."""
+    """The spans of a text, with the tokens of one character in one span; without a tokenizer, one span per id."""
     if tokenizer is not None:
         return tokenizer.token_spans(ids)
     spans: list[TokenSpan] = []
@@ -99,9 +99,9 @@ def token_spans(ids: Sequence[int], tokenizer: Tokenizer | None, config: ModelCo
 
 
 def token_text(index: int, tokenizer: Tokenizer | None, config: ModelConfig) -> str:
-    """The text of one token, with the space it begins with; a part of a character as its bytes."""
+    """The text of one token with its leading space; a part of a character is shown as its bytes."""
     spelling = None if tokenizer is None else tokenizer.token(index)
-    if tokenizer is not None and tokenizer.is_native:  # after another token, so that a space before it shows
+    if tokenizer is not None and tokenizer.is_native:  # decoded after another token, which preserves a leading space
         text = f"<{index}>" if spelling is None else tokenizer.token_spans([index, index])[-1].text
     else:
         text = token_spans([index], tokenizer, config)[0].text
@@ -111,13 +111,14 @@ def token_text(index: int, tokenizer: Tokenizer | None, config: ModelConfig) -> 
 
 
 def label_of_thing(text: str, n: int, special: bool = False, box: Box | None = None) -> Label:
-    """The label of row or column n, which is no token."""
+    """The label of row or column n that is not a token."""
     return Label(text, None, special, span=(n, n + 1), box=box, whole=(n, n + 1))
 
 
-def patch_labels(rows: int, cols: int, n_class_tokens: int) -> list[Label]:
-    """The class tokens, then the patches row by row, each with its box."""
+def patch_labels(rows: int, cols: int, n_class_tokens: int, n_registers: int = 0) -> list[Label]:
+    """Labels of the class tokens, the registers, then the patches row by row with their boxes."""
     labels = [label_of_thing("[class]", n, special=True) for n in range(n_class_tokens)]
+    labels += [label_of_thing("[register]", n_class_tokens + n, special=True) for n in range(n_registers)]
     for y, x in itertools.product(range(rows), range(cols)):
         box = (x / cols, y / rows, (x + 1) / cols, (y + 1) / rows)
         labels.append(label_of_thing(f"patch {y},{x}", len(labels), box=box))
@@ -125,7 +126,7 @@ def patch_labels(rows: int, cols: int, n_class_tokens: int) -> list[Label]:
 
 
 def numbered_labels(name: str, count: int, boxes: Sequence[Box] | None = None) -> list[Label]:
-    """Labels of things without text: regions of an image, summaries of keys."""
+    """Numbered labels: regions of an image, Linformer's summaries of keys."""
     return [label_of_thing(f"{name} {n}", n, box=None if boxes is None else boxes[n]) for n in range(count)]
 
 

@@ -1,7 +1,7 @@
-"""``look``: a model runs once on its fast path, and every attention weight of every layer and head can be read.
+"""``look``: run a model once on its fast path, then read any attention weight of any layer and head.
 
-Only q and k are kept, O(T) numbers a layer. A tile, a row's largest weights or an overview is recomputed from them
-exactly when it is asked for; no T × T matrix is ever stored.
+Only q and k are kept, O(T) numbers per layer. A tile, the largest weights of a row or an overview is recomputed from
+them, exactly, on request; no T × T matrix is ever stored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class Next(NamedTuple):
-    """A token that may come next."""
+    """A predicted token (or class) and its probability."""
 
     token: int
     text: str
@@ -54,14 +54,14 @@ def look(
     generate: GenerateOptions | None = None,
     device: torch.device | str | None = None,
 ) -> Look:
-    """Run a model over one text or image and keep what is needed to read its attention.
+    """Run a model over one text or image and keep the queries and keys of its attention.
 
     model     a model, or the path of one
     what      text or token ids; for models that read images a file, a PIL image or pixels; for regions a tensor
-    target    of an encoder-decoder: the text (or ids) that the decoder is fed
-    generate  fields of a GenerateConfig, {"beam": 4}, with which a target, or the continuation of a text, is generated
-              first; an encoder-decoder without a target generates greedily
-    device    where a path is loaded to; a model stays where it is
+    target    encoder-decoder only: the text (or ids) that the decoder reads
+    generate  a GenerateConfig or its fields, {"beam": 4}: first generate the target, or a continuation of the text;
+              an encoder-decoder without a target generates greedily
+    device    where to load a path; a model object stays on its device
     """
     model = open_model(model, device)
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
@@ -71,24 +71,24 @@ def look(
 
 
 class Look:
-    """One pass of a model.
+    """One forward pass of a model over one input. Its methods share three keyword arguments:
 
-    layer, head, kind  in every method, by keyword; layers and heads count from 0, from the end if negative
-    head               None is the mean of all heads
-    kind               "self", "cross" or "encoder"; None is the only kind there is, or else "self"
+    layer  counts from 0, from the end if negative
+    head   likewise; None is the mean of all heads
+    kind   "self", "cross" or "encoder"; None is the only kind of the model, or "self" if it has several
 
-    A row of "cross" is labelled by the token that is written there, a row of "self" by the token that is read.
+    A row of "cross" is labelled by the token it predicts, a row of "self" by the token it reads.
     """
 
     def __init__(self, model: Model, capture: Capture) -> None:
         self.model, self._capture = model, capture
         self._maps: dict[tuple[str, int], AttentionMap] = {}
-        self.kinds: tuple[str, ...] = tuple(capture.sites)  # of attention that this model has
-        self.inputs: tuple[Tensor, ...] = capture.inputs  # of the model: (tokens,), (pixels,) or (source, target)
-        self.text: str | None = capture.text  # the input; None for images, and for tokens without a tokenizer
-        self.target_text: str | None = capture.target_text  # the text of the decoder, where there is an encoder
-        self.image: Image | None = capture.image  # the part that the model sees; boxes of labels are fractions of it
-        self.generated: Generated | None = capture.generated  # hypotheses and beams, where a text was generated
+        self.kinds: tuple[str, ...] = tuple(capture.sites)  # the model's kinds of attention
+        self.inputs: tuple[Tensor, ...] = capture.inputs  # (tokens,), (pixels,) or (source, target)
+        self.text: str | None = capture.text  # None for images, and for token ids without a tokenizer
+        self.target_text: str | None = capture.target_text  # the decoder's text in an encoder-decoder
+        self.image: Image | None = capture.image  # cropped to what the model sees; boxes of labels are fractions of it
+        self.generated: Generated | None = capture.generated  # hypotheses and beams, if a text was generated
 
     def __repr__(self) -> str:
         parts = []
@@ -114,13 +114,13 @@ class Look:
         return self._capture.cols[self._kind(kind)]
 
     def tokens(self, *, kind: str | None = None) -> list[int | None]:
-        """The ids of the rows; None for a patch or a region."""
+        """Token ids of the queries; None for a patch or a region."""
         return [label.token_id for label in self.rows(kind=kind)]
 
     # ---- the weights
 
     def map(self, *, layer: int = -1, kind: str | None = None) -> AttentionMap:
-        """The attention map (1, H, T, S) of one layer: tiles, rows, entropy and overviews of all its heads."""
+        """The attention map (1, H, T, S) of one layer: tiles, rows, entropy and overviews of its heads on request."""
         kind = self._kind(kind)
         layer = self._layer(kind, layer)
         if (kind, layer) not in self._maps:
@@ -141,24 +141,36 @@ class Look:
         if n_heads * height * width <= WEIGHTS_AT_ONCE:
             return attention.tile(rows, cols)[0].mean(0)
         total = attention.head(0, 0).tile(rows, cols)[0, 0]
-        for h in range(1, n_heads):  # head by head: two T × T tensors are held, not H
+        for h in range(1, n_heads):  # head by head, to hold two T × T tensors instead of H
             total += attention.head(0, h).tile(rows, cols)[0, 0]
         return total / n_heads
+
+    def combined_weights(
+        self, *, layer: int = -1, head: int = 0, kind: str | None = None, rows: Pick = ALL, cols: Pick = ALL
+    ) -> Tensor:
+        """The weights (R, C) that are multiplied with a head's values.
+
+        With mixer=differential, head h is the difference of the maps 2h and 2h + 1; otherwise this is ``weights``.
+        """
+        attention = self.map(layer=layer, kind=kind)
+        head = check_index("head", head, attention.n_combined, "")
+        n_maps = attention.shape[1] // attention.n_combined
+        return attention.part(heads=range(head * n_maps, (head + 1) * n_maps)).combined(rows, cols)[0, 0]
 
     def top(
         self, k: int = 3, *, layer: int = -1, head: int | None = None, kind: str | None = None, rows: Pick = ALL
     ) -> list[Looks]:
-        """For each row the k labels it looks at most, with their weights; fewer where fewer are seen."""
+        """For each row, the k keys of the largest weights; fewer if it attends to fewer."""
         return MergedView(self, self._kind(kind), plain=True).top(k, layer=layer, head=head, rows=rows)
 
     def entropy(self, *, layer: int = -1, kind: str | None = None) -> Tensor:
-        """How spread out each row's attention is, in nats, (H, T)."""
+        """The entropy of each row's attention in nats, (H, T)."""
         return self.map(layer=layer, kind=kind).entropy()[0]
 
     def distance(self, *, layer: int = -1, kind: str | None = None) -> Tensor:
-        """How far each row looks on average, Σ_j A_ij |i - j|, (H, T): in tokens, or in patches across an image.
+        """The mean attention distance of each row, Σ_j A_ij |i - j|, (H, T): in tokens, or in patches of an image.
 
-        A class token has no place in the image: its distance is 0.
+        A class token has no position in the image; its distance is 0.
         """
         attention = self.map(layer=layer, kind=kind)
         coordinates = self._coordinates(self._kind(kind)).to(attention.device, attention.dtype)  # (T, 1 or 2)
@@ -181,7 +193,7 @@ class Look:
         w: int = 64,
         reduce: str = "mean",
     ) -> Tensor:
-        """An overview of at most (h, w) cells, each the mean of its weights or ("max") the largest.
+        """An overview of at most (h, w) cells, each the mean of its weights or, with reduce="max", their maximum.
 
         head=None gives the mean of the heads' overviews.
         """
@@ -191,17 +203,20 @@ class Look:
         return attention.pooled(min(h, attention.shape[2]), min(w, attention.shape[3]), reduce)[0].mean(0)
 
     def rollout(self, *, kind: str | None = None, rows: Pick | None = None, residual: float = 0.5) -> Tensor:
-        """How much of each input is in each output after all layers (Abnar & Zuidema 2020), (T, T); or some rows."""
+        """Attention rollout (Abnar & Zuidema 2020): the share of each input in each output after all layers, (T, T).
+
+        rows  compute only these outputs, (R, T)
+        """
         kind = self._kind(kind)
         if kind == "cross":
-            raise ValueError("a rollout follows one text through its layers; kind='cross' leads to another")
+            raise ValueError("a rollout follows one text through its layers; kind='cross' attends to another text")
         maps = [self.map(layer=layer, kind=kind) for layer in range(self.layers(kind=kind))]
         return rollout(maps, residual)[0] if rows is None else flow_to(maps, rows, residual)[0]
 
     def merged(self, *, kind: str | None = None, words: bool = True, specials: bool = False) -> MergedView:
-        """The same weights with sub-words as words (rows averaged, columns summed), special tokens hidden or shown.
+        """The same weights with sub-words joined to words (rows averaged, columns summed).
 
-        Where columns are hidden, rows are divided by the sum of the others, so that they sum to 1 again.
+        With ``specials=False``, special tokens are hidden and the rows renormalised to sum to 1.
         """
         return MergedView(self, self._kind(kind), words, specials)
 
@@ -210,14 +225,16 @@ class Look:
         return self.merged(kind=kind)
 
     def patterns(self, *, kind: str | None = None) -> HeadPatterns:
-        """What the heads of one kind do, as numbers (L, H): previous token, first token, delimiters, induction …"""
+        """Pattern scores (L, H) of the heads of one kind: previous token, first token, delimiters, induction …"""
         from .patterns import patterns
 
         return patterns(self, kind=kind)
 
     def routing(self, *, layer: int = -1, kind: str | None = None) -> Routing:
-        """Where the router of one layer sent the tokens: probabilities of all experts (T, E), those chosen and their
-        weights (T, k). ``kind`` names the stack by its own attention, "encoder" or "self"."""
+        """How one layer routed its tokens: probabilities of all experts (T, E), the chosen experts and weights (T, k).
+
+        kind  selects the stack: "encoder", or "self" for the decoder
+        """
         kind = self._kind(kind)
         name, call = self._capture.sites[kind][self._layer(kind, layer)]
         place = f"{name.rpartition('.')[0]}.ff"
@@ -229,7 +246,7 @@ class Look:
     # ---- hidden states
 
     def hidden(self, position: int | None = None) -> Tensor:
-        """The last hidden states (T, M), of the decoder where there is one; or those of one position, (M,)."""
+        """The last hidden states (T, M), the decoder's if there is one; or that of one position, (M,)."""
         states = self._capture.states
         return states if position is None else states[self._position(position)]
 
@@ -242,7 +259,7 @@ class Look:
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> list[Next]:
-        """The likeliest tokens after one position (of a masked-token model: at it), best first."""
+        """The likeliest tokens after one position (at it, for a masked language model), best first."""
         check_positive(k=k)
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         config = GenerateConfig(**{name: value for name, value in options.items() if value is not None})
@@ -255,20 +272,20 @@ class Look:
         return [Next(index, self.token_text(index), chance) for index, chance in pairs if chance > 0]
 
     def logits(self, positions: slice = ALL) -> Tensor:
-        """What the model says comes next after each position (of a masked-token model: at it), (T, V)."""
+        """Logits of the token after each position (at it, for a masked language model), (T, V)."""
         head: Any = getattr(self.model, "head", None)
         if head is None:
-            raise ValueError(f"this model has head={self.model.config.head!r}: it says no tokens")
+            raise ValueError(f"this model has head={self.model.config.head!r}: it does not predict tokens")
         with torch.no_grad():
             logits: Tensor = head(self.hidden()[None, positions], self.model.output_table)[0]
         return logits.float()
 
     def uncertainty(self, positions: slice = ALL) -> Tensor:
-        """How unsure the model is after each position: the entropy of the next token, in nats, (T,)."""
+        """The entropy of the next-token distribution at each position in nats, (T,)."""
         return torch.special.entr(self.logits(positions).softmax(-1)).sum(-1)
 
     def classes(self) -> dict[str, float]:
-        """The classes of a classifier with their probabilities, likeliest first."""
+        """The probability of each class of a classifier, likeliest first."""
         check_can_classify(self.model)
         classifier: Any = self.model.classifier
         with torch.no_grad():
@@ -276,23 +293,23 @@ class Look:
         return rank_classes(self.model, logits)[0].all
 
     def token_text(self, index: int) -> str:
-        """The text of a token that the model writes."""
+        """The text of a token id of the output vocabulary."""
         return token_text(index, tokenizers(self.model)[1], self.model.config)
 
     # ---- on screen and in files
 
     def print(self, *, console: Console | None = None, **options: Unpack[HeadOptions]) -> None:
-        """A heat map in the terminal, of the head that ``HeadOptions`` selects."""
+        """Print a heat map of the selected head (``HeadOptions``) in the terminal."""
         render.print_heatmap(render.select_head(self, **options), console)
 
     def heatmap(self, file: str | Path, *, title: str | None = None, **options: Unpack[HeadOptions]) -> Path:
-        """A heat map as a PNG, SVG or PDF file, by its suffix: values in the cells where they fit."""
+        """Write a heat map as PNG, SVG or PDF, depending on the suffix; cells show their weights if these fit."""
         from .heatmap import draw_heatmap
 
         return draw_heatmap(render.select_head(self, **options), Path(file), title)
 
     def overlay(self, file: str | Path, *, title: str | None = None, **options: Unpack[HeadOptions]) -> Path:
-        """The weights over the image, a panel for each row; as a PNG, SVG or PDF file."""
+        """Draw the weights over the image, one panel per row; as a PNG, SVG or PDF file."""
         from .heatmap import draw_overlay
 
         if options.get("kind") is None and "cross" in self.kinds:
@@ -301,7 +318,7 @@ class Look:
         return draw_overlay(render.select_head(self, **options), Path(file), title)
 
     def csv(self, file: str | Path, **options: Unpack[HeadOptions]) -> Path:
-        """The weights as a CSV file, a line for each: kind, layer, head, row, row_text, col, col_text, weight."""
+        """Write the weights as CSV, one line each: kind, layer, head, row, row_text, col, col_text, weight."""
         return render.write_csv(render.select_head(self, **options), Path(file))
 
     def html(
@@ -318,7 +335,7 @@ class Look:
         specials: bool = True,
         limit: int = HTML_LIMIT,
     ) -> Path:
-        """One self-contained page that needs no network; the options are explained at ``render_html.page_html``."""
+        """Write one self-contained page that needs no network; ``render_html.page_html`` explains the options."""
         options: dict[str, Any] = {"view": view, "language": language, "theme": theme, "limit": limit}
         page = page_html(self, layer=layer, head=head, kind=kind, words=words, specials=specials, **options)
         write_atomic(Path(file), page.encode())
@@ -350,10 +367,10 @@ class Look:
         return position % n
 
     def _coordinates(self, kind: str) -> Tensor:
-        """Positions of rows and columns, (T, 1), or (T, 2) in an image, NaN for a class token."""
+        """Positions of rows and columns: (T, 1), or (T, 2) in an image, where a class token is NaN."""
         labels = self.rows(kind=kind)
         if len(labels) != len(self.cols(kind=kind)) or kind == "cross":
-            raise ValueError(f"kind={kind!r} looks from one row to another: there is no distance between them")
+            raise ValueError(f"kind={kind!r}: queries and keys are not the same tokens, so they have no distance")
         boxes = [label.box for label in labels]
         first = next((box for box in boxes if box is not None), None)
         if kind != "encoder" or first is None or self.model.config.source != "image":
@@ -365,17 +382,17 @@ class Look:
 
 @torch.no_grad()
 def token_logits(look: Look, n: int) -> Iterator[Tensor]:
-    """Logits (positions, V) at the first n positions, 64 positions at a time."""
+    """Logits (≤ 64, V) of the first n positions, up to 64 positions at a time."""
     head: Any = look.model.head
     for states in look.hidden()[:n].split(64):
         yield head(states[None], look.model.output_table)[0]
 
 
 def check_index(name: str, index: int, total: int, where: str) -> int:
-    """A layer or head number from 0 to total - 1; negative ones count from the end."""
+    """Check the index of a layer or head and resolve a negative one, which counts from the end."""
     if isinstance(index, bool) or not isinstance(index, int):
         raise TypeError(f"{name} must be a whole number, got {index!r}")
     if not -total <= index < total:
-        there = f"{where} {total} {name}s".strip() if total != 1 else f"{where} 1 {name}".strip()
-        raise ValueError(f"{name}={index}: this model has {there}, 0 … {total - 1}")
+        count = f"{where} {total} {name}{'' if total == 1 else 's'}".strip()
+        raise ValueError(f"{name}={index}: this model has {count}, 0 … {total - 1}")
     return index % total

@@ -16,11 +16,11 @@ from .labels import Label, join_labels
 if TYPE_CHECKING:
     from .look import Look
 
-WEIGHTS_AT_ONCE = 1 << 22  # how many weights are held at a time by computations over a whole map
+WEIGHTS_AT_ONCE = 1 << 22  # weights in memory at a time when a whole map is traversed
 
 
 class Looks(NamedTuple):
-    """Where one token looks; ``print(looks)`` gives a sentence."""
+    """The keys that one row attends to most; ``print(looks)`` writes a sentence."""
 
     row: Label
     at: list[tuple[Label, float]]
@@ -31,9 +31,9 @@ class Looks(NamedTuple):
 
 
 class MergedView:
-    """Rows and columns of a look, some of them joined: rows of joined tokens are averaged, columns summed.
+    """A look with some rows and columns joined: rows of joined tokens are averaged, columns summed.
 
-    In a plain view every token is a row and a column of its own.
+    plain  join nothing: every token is a row and a column of its own
     """
 
     def __init__(self, look: Look, kind: str, words: bool = False, specials: bool = True, plain: bool = False) -> None:
@@ -48,12 +48,12 @@ class MergedView:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many layers, heads, rows and columns there are."""
+        """The numbers of layers, heads, rows and columns."""
         sizes = {"layers": self.look.layers(kind=self.kind), "heads": self.look.heads(kind=self.kind)}
         return {**sizes, "n_rows": len(self.rows), "n_cols": len(self.cols)}
 
     def weights(self, *, layer: int = -1, head: int | None = None, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
-        """The weights (R, C) of some words on some words; 0 in a row that sees hidden columns only."""
+        """The weights (R, C) of merged rows and columns; 0 in a row that attends to hidden columns only."""
         if self.is_plain:
             return self._token_weights(layer, head, rows, cols)
         picked_rows, picked_cols = _pick_labels(self.rows, rows, "rows"), _pick_labels(self.cols, cols, "cols")
@@ -66,9 +66,9 @@ class MergedView:
         out = _average_rows(summed, row_of)
         if not self._hidden:
             return out
-        lost = self._token_weights(layer, head, row_tokens, self._hidden).sum(1, keepdim=True)
-        left = 1 - _average_rows(lost, row_of)
-        return torch.where(left > 1e-6, out / left.clamp(min=1e-6), 0.0)  # less than 1e-6 is rounding error of 1 - 1
+        hidden = self._token_weights(layer, head, row_tokens, self._hidden).sum(1, keepdim=True)
+        left = 1 - _average_rows(hidden, row_of)
+        return torch.where(left > 1e-6, out / left.clamp(min=1e-6), 0.0)  # below 1e-6 is the rounding error of 1 - 1
 
     def _token_weights(self, layer: int, head: int | None, rows: Pick, cols: Pick) -> Tensor:
         return self.look.weights(layer=layer, head=head, kind=self.kind, rows=rows, cols=cols)
@@ -84,7 +84,7 @@ class MergedView:
         rows: slice = ALL,
         cols: slice = ALL,
     ) -> Tensor:
-        """An overview of at most (h, w) cells, as ``Look.pooled``, of the merged rows and columns or a part of them."""
+        """An overview of at most (h, w) cells, as ``Look.pooled``, of the merged rows and columns or slices of them."""
         if self.is_plain and rows == cols == ALL:
             return self.look.pooled(layer=layer, head=head, kind=self.kind, h=h, w=w, reduce=reduce)
         row_numbers, n_cols = torch.arange(len(self.rows))[rows], len(self.cols[cols])
@@ -113,7 +113,7 @@ class MergedView:
         return torch.stack([self.pooled(layer=layer, head=head, h=h, w=w) for head in heads])
 
     def top(self, k: int = 3, *, layer: int = -1, head: int | None = None, rows: Pick = ALL) -> list[Looks]:
-        """For each row the k labels it looks at most, with their weights; fewer where fewer are seen."""
+        """For each row, the k labels of the largest weights; fewer if it attends to fewer."""
         check_positive(k=k)
         span = as_span(rows, len(self.rows), "rows", torch.device("cpu"))
         picked = list(range(span.start, span.stop)) if isinstance(span, slice) else span.tolist()
@@ -129,7 +129,7 @@ class MergedView:
 
 
 def _average_rows(x: Tensor, row_of: Tensor) -> Tensor:
-    """Rows of x (tokens, C) averaged over the tokens that belong to the same label, (labels, C)."""
+    """Rows of x (tokens, C) averaged over the tokens of each label, (labels, C)."""
     row_of = row_of.to(x.device)
     counts = row_of.bincount().to(x.dtype)
     return x.new_zeros(len(counts), x.shape[1]).index_add_(0, row_of, x) / counts[:, None]
@@ -141,6 +141,6 @@ def _pick_labels(labels: list[Label], pick: Pick, name: str) -> list[Label]:
 
 
 def _token_owners(labels: Sequence[Label]) -> tuple[list[int], Tensor]:
-    """The tokens of some labels, and for each token the number of its label."""
+    """The tokens of some labels, and for each token the index of its label."""
     tokens = [token for label in labels for token in range(*label.span)]
     return tokens, torch.tensor([n for n, label in enumerate(labels) for _ in range(*label.span)])

@@ -2,8 +2,8 @@
 occurrence of the same token … (Clark et al. 2019; Voita et al. 2019; Olsson et al. 2022).
 
 A pattern is a set of (query, key) pairs. Its score is the weight on them, Σ_j∈pattern(i) A_ij, averaged over the
-queries that have such a key. All scores of all heads come from one walk over the blocks of the map, each multiplied by
-the 0/1 indicators of its pairs. The matrix itself is never formed.
+queries that have such a key. All scores of all heads are computed in one pass over the blocks of the map, each
+multiplied by the 0/1 indicators of its pairs. The matrix itself is never materialised.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from .look import Look
 
 _LOCAL_TOKENS = 2.0  # the largest distance that is "local"
-_LOCAL_PATCHES = 1.5  # the eight patches around
-NAMES = {  # patterns that ``HeadPatterns.label`` names; in cross-attention ``current`` is the diagonal
+_LOCAL_PATCHES = 1.5  # includes the eight neighbours of a patch
+NAMES = {  # the patterns of ``HeadPatterns.label``; in cross-attention ``current`` is the diagonal
     "previous": "previous token",
     "current": "itself",
     "next": "next token",
@@ -46,21 +46,21 @@ class HeadPatterns:
     previous: Tensor  # weight on the key right before the query
     current: Tensor  # weight on the query itself; in cross-attention on the diagonal of the T × S rectangle
     next: Tensor  # weight on the key right after the query
-    local: Tensor  # weight at most 2 tokens away; in an image on the patch and the eight around it
-    first: Tensor
-    last: Tensor
+    local: Tensor  # weight on keys at most 2 tokens away; in an image on the patch and its eight neighbours
+    first: Tensor  # weight on the first key
+    last: Tensor  # weight on the last key
     delimiter: Tensor  # weight on special tokens and punctuation
     repeated: Tensor  # weight on earlier occurrences of the query's token
-    induction: Tensor  # weight on what followed earlier occurrences of the query's token
+    induction: Tensor  # weight on the tokens that followed earlier occurrences of the query's token
     entropy: Tensor  # mean over queries, in nats: 0 for one key, log n for n equal weights
-    distance: Tensor  # mean distance of the keys, in tokens, or in patches across an image
+    distance: Tensor  # mean distance to the keys, in tokens, or in patches of an image
 
     @property
     def scores(self) -> dict[str, Tensor]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kind"}
 
     def label(self, layer: int, head: int, least: float = 0.4) -> str:
-        """The name of the pattern with the highest score, or "mixed" where that is below ``least``."""
+        """The name of the pattern with the highest score, or "mixed" if that is below ``least``."""
         values = {name: float(getattr(self, name)[layer, head]) for name in NAMES}
         best = max(values, key=lambda name: -1.0 if math.isnan(values[name]) else values[name])
         if not values[best] >= least:
@@ -68,7 +68,7 @@ class HeadPatterns:
         return "diagonal" if self.kind == "cross" and best == "current" else NAMES[best]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: lists of layers of heads, None for NaN."""
+        """A dictionary for JSON: scores as nested lists [layer][head], None for NaN."""
         scores = {
             name: [[None if math.isnan(value) else value for value in layer] for layer in x.tolist()]
             for name, x in self.scores.items()
@@ -79,7 +79,7 @@ class HeadPatterns:
 
 
 def patterns(look: Look, *, kind: str | None = None, layers: Sequence[int] | None = None) -> HeadPatterns:
-    """The pattern scores of all heads of one kind, of all layers or of some."""
+    """The pattern scores of all heads of one kind, in all layers or some of them."""
     kind = look._kind(kind)
     rows, cols = look.rows(kind=kind), look.cols(kind=kind)
     is_square = kind != "cross" and len(rows) == len(cols)
@@ -97,7 +97,7 @@ def patterns(look: Look, *, kind: str | None = None, layers: Sequence[int] | Non
 
 
 def is_delimiter(label: Label) -> bool:
-    """Whether a label is a special token, or punctuation only."""
+    """Whether a label is a special token or consists of punctuation."""
     return label.special or (
         label.box is None and bool(label.text) and all(unicodedata.category(letter)[0] in "PZ" for letter in label.text)
     )
@@ -106,7 +106,8 @@ def is_delimiter(label: Label) -> bool:
 class Pairs:
     """Which (query, key) pairs belong to which pattern, block by block.
 
-    tokens       ids of queries and keys, in self-attention of a text
+    tokens       (T,): ids of queries and keys in self-attention over a text
+    delimiters   (S,): which keys are special tokens or punctuation
     coordinates  (T, 1), or (T, 2) in an image: positions of queries and keys; None in cross-attention
     """
 
@@ -127,7 +128,7 @@ class Pairs:
         self.names += ["repeated", "induction"] if tokens is not None else []
 
     def indicators(self, rows: slice, cols: slice) -> Tensor:
-        """(patterns, R, C), 1 where a pair belongs to the pattern; for "distance" the distance."""
+        """(patterns, R, C): 1 where a pair belongs to the pattern; for "distance", the distance."""
         i = torch.arange(rows.start, rows.stop)[:, None]
         j = torch.arange(cols.start, cols.stop)[None]
         diagonal = (i * (self.n_keys - 1) / max(self.n_queries - 1, 1)).round().long()
@@ -159,17 +160,17 @@ class Pairs:
             assert self.tokens is not None
             first: dict[int, int] = {}
             distances = [n - first.setdefault(token, n) for n, token in enumerate(self.tokens.tolist())]
-            least = 1 if name == "repeated" else 2  # the token after the first occurrence must precede the query too
+            least = 1 if name == "repeated" else 2  # the token after the first occurrence must precede the query
             return torch.tensor(distances) >= least
         return torch.ones(self.n_queries, dtype=torch.bool)
 
 
 def map_patterns(attention: AttentionMap, pairs: Pairs) -> dict[str, Tensor]:
-    """The scores of one map's heads, each (H,), by the names of ``HeadPatterns``. Of a batch, the mean of its rows."""
+    """The scores (H,) of one map's heads, by the names of ``HeadPatterns``, averaged over the batch."""
     n_batch, n_heads, n_queries, n_keys = attention.shape
     if (n_queries, n_keys) != (pairs.n_queries, pairs.n_keys):
-        sizes = f"{pairs.n_queries} queries and {pairs.n_keys} keys, the map {n_queries} and {n_keys}"
-        raise ValueError(f"pairs are of {sizes}")
+        sizes = f"{pairs.n_queries} queries and {pairs.n_keys} keys, the map has {n_queries} and {n_keys}"
+        raise ValueError(f"the pairs are of {sizes}")
     sums = torch.zeros(len(pairs.names), n_heads, dtype=torch.float64)
     entropy = torch.zeros(n_heads, dtype=torch.float64)
     eligible = torch.stack([pairs.has_key(name) for name in pairs.names])
@@ -179,7 +180,7 @@ def map_patterns(attention: AttentionMap, pairs: Pairs) -> dict[str, Tensor]:
         part = flat @ indicators.flatten(1).T.to(flat)  # (H · B, patterns)
         sums += part.unflatten(0, (n_heads, n_batch)).sum(1).T.double().cpu()
         entropy -= p_log_p(weights).sum((0, 2, 3)).double().cpu()
-    sees_keys = (attention.lse() != math.inf)[:, 0].cpu()  # a row without keys follows no pattern
+    sees_keys = (attention.lse() != math.inf)[:, 0].cpu()  # a row without keys has no pattern
     scores = {field.name: torch.full((n_heads,), math.nan) for field in fields(HeadPatterns) if field.name != "kind"}
     for n, name in enumerate(pairs.names):
         count = int((eligible[n] & sees_keys).sum())

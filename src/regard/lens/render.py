@@ -1,4 +1,4 @@
-"""The weights of one head prepared for drawing (or means, where they are too many), as CSV and in the terminal."""
+"""The weights of one head as a matrix to draw (pooled if too large), as CSV, and as a heat map in the terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Sheet:
-    """A matrix to be drawn."""
+    """A matrix to draw."""
 
     values: Tensor  # (R, C), on the CPU
     rows: list[Label]
@@ -39,14 +39,14 @@ class Sheet:
 
     @property
     def crowded(self) -> bool:
-        """Whether there are too many cells to read one by one."""
+        """Whether the cells are too many to read individually."""
         return max(self.values.shape) > 48
 
     @property
     def top(self) -> float:
-        """The weight that gets the full colour: the largest, or in a crowded sheet the 99.5th percentile.
+        """The weight drawn in full colour: the maximum, or in a crowded sheet the 99.5th percentile.
 
-        The first rows of a long text have large weights on few tokens; all others would be drawn dark.
+        The first rows of a long text have large weights on few tokens; against those, all others would look empty.
         """
         weights = self.values[self.values > 0]
         if not len(weights):
@@ -54,14 +54,14 @@ class Sheet:
         return float(weights.sort().values[int(0.995 * (len(weights) - 1))] if self.crowded else weights.max())
 
     def scale(self) -> Callable[[float], float]:
-        """A function from a weight to its share of the full colour; by square root in a crowded sheet."""
+        """A function from a weight to its colour, 0 … 1; on a square-root scale in a crowded sheet."""
         top, power = self.top, 0.5 if self.crowded else 1.0
         return lambda value: min(1.0, value / top) ** power
 
 
 @dataclass(frozen=True)
 class HeadSelection:
-    """One head of one layer, and the rows and columns to show of it."""
+    """One head of one layer, with the rows and columns to show."""
 
     view: MergedView
     layer: int
@@ -71,7 +71,7 @@ class HeadSelection:
 
     @property
     def title(self) -> str:
-        """As people count, from 1."""
+        """A title with layers and heads counted from 1."""
         kind, head = self.view.kind, "mean of heads"
         if self.head is not None:
             head = f"head {self.head + 1} of {self.view.look.heads(kind=kind)}"
@@ -86,10 +86,10 @@ class HeadSelection:
         return self.view.cols[self.cols]
 
     def sheet(self, max_rows: int, max_cols: int) -> Sheet:
-        """All weights, or an overview with no more rows and columns than these."""
+        """All weights, or an overview of at most this many rows and columns."""
         rows, cols = self.row_labels, self.col_labels
         if not rows or not cols:
-            raise ValueError("nothing is left to show: every row or column is a special token, or none was chosen")
+            raise ValueError("nothing is left to show: all rows or all columns are special tokens, or none is selected")
         h, w = min(len(rows), max_rows), min(len(cols), max_cols)
         if (h, w) == (len(rows), len(cols)):
             return Sheet(torch.cat(list(self.portions())).float().cpu(), rows, cols, self.title)
@@ -98,7 +98,7 @@ class HeadSelection:
         return Sheet(values.float().cpu(), rows, cols, self.title, True)
 
     def portions(self, max_weights: int = 1 << 21) -> Iterator[Tensor]:
-        """The weights, some rows at a time."""
+        """The weights in chunks of rows, each of at most ``max_weights`` or one row."""
         numbers = torch.arange(len(self.view.rows))[self.rows]
         for rows in numbers.split(max(1, max_weights // max(1, len(self.col_labels)))) if len(numbers) else ():
             yield self.view.weights(layer=self.layer, head=self.head, rows=rows, cols=self.cols)
@@ -107,11 +107,11 @@ class HeadSelection:
 class HeadOptions(TypedDict, total=False):
     """The keyword arguments of ``select_head``."""
 
-    layer: int  # from the end if negative; -1 by default
-    head: int | None  # None, the default, is the mean of all heads
+    layer: int  # default -1, the last; negative values count from the end
+    head: int | None  # default None: the mean of all heads
     kind: str | None
-    words: bool  # sub-words joined to words
-    specials: bool  # False hides special tokens
+    words: bool  # join sub-words to words
+    specials: bool  # show special tokens (default True)
     rows: slice
     cols: slice
 
@@ -126,10 +126,10 @@ def select_head(
     rows: slice = ALL,
     cols: slice = ALL,
 ) -> HeadSelection:
-    """Check the arguments and resolve negative ones."""
+    """Check the arguments and resolve negative indices."""
     for name, span in (("rows", rows), ("cols", cols)):
         if span.step not in (None, 1):
-            raise ValueError(f"{name}={span} must be neighbours: a slice with step 1")
+            raise ValueError(f"{name}={span} must be contiguous: a slice with step 1")
     kind = look._kind(kind)
     layer, head = look._layer(kind, layer), None if head is None else look._head(kind, head)
     view = MergedView(look, kind, words, specials, plain=specials and not words)
@@ -137,7 +137,7 @@ def select_head(
 
 
 def _cell_labels(span: slice, labels: list[Label], count: int) -> list[Label]:
-    """Cells of an overview are named by the number of their first token."""
+    """Labels of an overview: the number of each cell's first token."""
     if count == len(labels):
         return labels
     size, larger = divmod(len(labels), count)
@@ -148,43 +148,43 @@ def _cell_labels(span: slice, labels: list[Label], count: int) -> list[Label]:
 HEADER = ("kind", "layer", "head", "row", "row_text", "col", "col_text", "weight")
 
 
-def write_csv(what: HeadSelection, file: Path) -> Path:
-    """Write the weights; ``row`` and ``col`` count what is shown, nine digits restore a float32."""
-    view, head = what.view, "mean" if what.head is None else what.head
-    rows, cols = list(enumerate(view.rows))[what.rows], list(enumerate(view.cols))[what.cols]
-    weights = itertools.chain.from_iterable(part.tolist() for part in what.portions(1 << 16))
+def write_csv(selection: HeadSelection, file: Path) -> Path:
+    """Write the weights with nine digits, enough to restore a float32; ``row`` and ``col`` index the view."""
+    view, head = selection.view, "mean" if selection.head is None else selection.head
+    rows, cols = list(enumerate(view.rows))[selection.rows], list(enumerate(view.cols))[selection.cols]
+    weights = itertools.chain.from_iterable(part.tolist() for part in selection.portions(1 << 16))
     with atomic_file(file) as binary:
         out = io.TextIOWrapper(binary, encoding="utf-8", newline="")
         lines = csv.writer(out)
         lines.writerow(HEADER)
         for (i, row), values in zip(rows, weights, strict=True):
             for (j, col), value in zip(cols, values, strict=True):
-                lines.writerow((view.kind, what.layer, head, i, row.text, j, col.text, f"{value:.9g}"))
-        out.detach()  # flushed; the file itself is closed after it was forced to disk
+                lines.writerow((view.kind, selection.layer, head, i, row.text, j, col.text, f"{value:.9g}"))
+        out.detach()  # flushes; atomic_file syncs and closes the binary file
     return file
 
 
-# matplotlib's viridis in ten steps: perceptually uniform, and readable with colour blindness
+# matplotlib's viridis in ten steps: perceptually uniform and colour-blind safe
 _COLOURS = ("440154", "482878", "3e4989", "31688e", "26828e", "1f9e89", "35b779", "6ece58", "b5de2b", "fde725")
-_SHADES = " ·░▒▓█"  # where there is no colour
+_SHADES = " ·░▒▓█"  # for terminals without colour
 _MAX_ROWS = 64
 _LABEL_WIDTH, _LABEL_HEIGHT = 16, 10
-_VALUE_WIDTH = 4  # cells this wide hold ".37"
+_VALUE_WIDTH = 4  # minimum width of a cell that shows its weight, ".37"
 
 
-def print_heatmap(what: HeadSelection, console: Console | None = None) -> None:
-    """Print a heat map, as wide as the terminal is."""
+def print_heatmap(selection: HeadSelection, console: Console | None = None) -> None:
+    """Print a heat map that fits the width of the terminal."""
     from rich.cells import cell_len
     from rich.console import Console as RichConsole
     from rich.text import Text
 
     console = RichConsole() if console is None else console
-    names = [f"{len(what.view.rows):,}"]  # an overview numbers its rows
-    if len(what.row_labels) <= _MAX_ROWS:
-        names = [_shorten(label.text, _LABEL_WIDTH) for label in what.row_labels]
+    names = [f"{len(selection.view.rows):,}"]  # an overview numbers its rows
+    if len(selection.row_labels) <= _MAX_ROWS:
+        names = [_shorten(label.text, _LABEL_WIDTH) for label in selection.row_labels]
     margin = max((cell_len(name) for name in names), default=0) + 1
     n_columns = max(8, console.width - margin)
-    sheet = what.sheet(_MAX_ROWS, n_columns // 2)
+    sheet = selection.sheet(_MAX_ROWS, n_columns // 2)
     widest = max(cell_len(label.text) for label in sheet.cols) + 1
     width = max(2, min(n_columns // len(sheet.cols), max(_VALUE_WIDTH, min(widest, 8))))
     has_colour, scale = console.color_system is not None, sheet.scale()
@@ -203,8 +203,9 @@ def print_heatmap(what: HeadSelection, console: Console | None = None) -> None:
 
 
 def _append_cell(line: Text, value: float, share: float, width: int, has_colour: bool) -> None:
-    """One cell; a weight of 0 (hidden by a mask) gets no colour."""
-    text, style = (weight_text(value) if width >= _VALUE_WIDTH and value > 0 else "").center(width), ""
+    """Append one cell; a weight of 0 (masked) gets no colour."""
+    style = ""
+    text = (weight_text(value) if width >= _VALUE_WIDTH and value > 0 else "").center(width)
     if has_colour and value != 0:
         red, green, blue = colour_of(share)
         is_bright = 0.2126 * red + 0.7152 * green + 0.0722 * blue > 120
@@ -215,7 +216,7 @@ def _append_cell(line: Text, value: float, share: float, width: int, has_colour:
 
 
 def colour_of(share: float) -> tuple[int, int, int]:
-    """The colour (red, green, blue) of a share of the largest weight."""
+    """The colour (red, green, blue) of a value 0 … 1."""
     position = min(1.0, max(0.0, share)) * (len(_COLOURS) - 1)
     low = min(int(position), len(_COLOURS) - 2)
     a, b = (bytes.fromhex(_COLOURS[n]) for n in (low, low + 1))
@@ -224,12 +225,12 @@ def colour_of(share: float) -> tuple[int, int, int]:
 
 
 def weight_text(value: float) -> str:
-    """A weight in three letters: .37, 1.0, .00."""
+    """A weight in three characters: .37, 1.0, .00."""
     return "1.0" if value >= 0.995 else f"{value:.2f}"[1:]
 
 
 def _header(cols: list[Label], width: int, widest: int) -> list[str]:
-    """Lines above the columns: labels side by side where all fit, else from top to bottom, letter by letter."""
+    """The lines above the columns: labels side by side if all fit, otherwise written vertically."""
     if widest <= width:
         return ["".join(_centre(label.text, width) for label in cols)]
     columns = [_letters(label.text) for label in cols]
@@ -240,7 +241,7 @@ def _header(cols: list[Label], width: int, widest: int) -> list[str]:
 
 
 def _letters(text: str) -> list[str]:
-    """Letters as they are displayed: combining marks stay with the letter before them."""
+    """Displayed characters: combining marks and joined emoji stay with the preceding letter."""
     letters: list[str] = []
     for x in text:
         joins = unicodedata.combining(x) or x in "\u200d\ufe0f" or (letters and letters[-1].endswith("\u200d"))
@@ -264,7 +265,7 @@ def _legend(sheet: Sheet, margin: int, has_colour: bool) -> Text:
 
 
 def _shorten(text: str, width: int) -> str:
-    """At most ``width`` cells, with … where something is missing."""
+    """Cut a text to ``width`` terminal cells, ending in … if it was longer."""
     from rich.cells import cell_len, set_cell_size
 
     return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + "…"

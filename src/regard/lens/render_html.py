@@ -1,7 +1,7 @@
-"""A look as one HTML file: the explorer's page with the weights inside, which needs no server.
+"""A look as one HTML file: the explorer's page with the weights embedded, viewable without a server.
 
-The page and its JavaScript modules are those of web/static; inside one file modules are data: URLs under an import map.
-The file holds all heads where they fit, else one head, else an overview of it.
+The page and its JavaScript modules are those of web/static, embedded as data: URLs in an import map. The file holds
+all heads if they fit, otherwise one head, otherwise an overview of it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,32 @@ if TYPE_CHECKING:
     from .labels import Label
     from .look import Look
 
-HTML_LIMIT = 980_000  # bytes; the server sends no larger response
-# The file asks nobody for anything: its modules and pictures are data: URLs.
+HTML_LIMIT = 980_000  # bytes; the server's limit for a response
+# The file makes no requests: its modules and pictures are data: URLs.
 _POLICY = (
     """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline' data:; """
     """style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'">"""
 )
-_OVERVIEW_CELLS = 200  # rows, and columns
+_OVERVIEW_CELLS = 200  # per side
 _PREFIX = "regard/"
 _IMPORT = re.compile(r'(\bfrom\s+|\bimport\s+)"(\.{1,2}/[^"]+)"')
-_SERVER_MODULES = {
+_SERVER_MODULES = {  # not embedded: they need a server
     "server_errors.js",
+    "server_words.js",
+    "terms.js",
     "views/index.js",
     "views/walk.js",
     "views/next.js",
     "views/beams.js",
     "views/variant.js",
+    "views/contributions.js",
+    "views/why.js",
+    "views/patching.js",
+    "views/story.js",
+    "views/history.js",
+    "story_map.js",
+    "writers.js",
+    "pair.js",
 }
 
 
@@ -62,9 +72,9 @@ def page_html(
     specials: bool = True,
     limit: int = HTML_LIMIT,
 ) -> str:
-    """The page as text, at most ``limit`` bytes.
+    """The page as text of at most ``limit`` bytes.
 
-    layer, head, kind  shown first; the only ones in the file where the weights of every head do not fit
+    layer, head, kind  shown first; the only ones in the file if the weights of all heads do not fit
     view               "heatmap", "sentence", "grid", "align" or "image"
     language, theme    "en" or "ko", "light" or "dark"; None follows the browser's settings
     words, specials    as in ``Look.merged``
@@ -75,14 +85,14 @@ def page_html(
     views = {each: select_head(look, kind=each, words=words, specials=specials).view for each in look.kinds}
     for each, merged in views.items():
         if not merged.rows or not merged.cols:
-            raise ValueError(f"specials=False leaves nothing of the {each} attention: all its tokens are special")
+            raise ValueError(f"specials=False leaves nothing of the {each} attention: all tokens are special")
     content = _describe(look, views)
     if words or not specials:
         content["reading"] = {"words": words, "specials": specials}
     opening = {"kind": kind, "layer": layer, "head": -1 if head is None else head}
     opening |= {name: value for name, value in {"view": view, "lang": language, "theme": theme}.items() if value}
     empty = _assemble(content, opening)
-    n_bytes = (limit - len(empty.encode())) * 3 // 4  # base64 makes 4 bytes of 3
+    n_bytes = (limit - len(empty.encode())) * 3 // 4  # base64 turns 3 bytes into 4
     content |= _pack_views(views, kind, layer, head, n_bytes)
     page = _assemble(content, opening)
     if len(page.encode()) > limit:
@@ -91,7 +101,7 @@ def page_html(
 
 
 def _describe(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
-    """Everything but the weights."""
+    """The content of the page other than the weights."""
     kinds = {kind: view.sizes for kind, view in views.items()}
     labels = {
         kind: {"rows": list(map(_label_list, view.rows)), "cols": list(map(_label_list, view.cols))}
@@ -101,7 +111,7 @@ def _describe(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
     if look.image is not None:
         small = look.image.convert("RGB")
         small.thumbnail((640, 640))
-        suffix = "jpeg" if small.width > 160 else "png"  # JPEG would blur an image of few pixels
+        suffix = "jpeg" if small.width > 160 else "png"  # JPEG would blur a small image
         out = io.BytesIO()
         small.save(out, suffix.upper(), quality=88)
         about["image"] = f"data:image/{suffix};base64,{base64.b64encode(out.getvalue()).decode()}"
@@ -116,17 +126,17 @@ def _label_list(label: Label) -> list[Any]:
 
 
 def _pack_views(views: dict[str, MergedView], kind: str, layer: int, head: int | None, n_bytes: int) -> dict[str, Any]:
-    """All heads, one head, or an overview of it: the first that fits into ``n_bytes``."""
-    every = _pack_all_heads(views, n_bytes - 60_000)  # about the size of the patterns
-    if every is not None:
+    """The first that fits into ``n_bytes`` of all heads, one head, or an overview of that head."""
+    all_heads = _pack_all_heads(views, n_bytes - 60_000)  # reserves about the size of the patterns
+    if all_heads is not None:
         scores = {each: patterns(view.look, kind=each).to_dict() for each, view in views.items()}
-        return {"weights": every, "patterns": scores}
+        return {"weights": all_heads, "patterns": scores}
     only = {"only": {"kind": kind, "layer": layer, "head": -1 if head is None else head}}
     view = views[kind]
     if 4 * len(view.rows) * len(view.cols) < 8 * n_bytes:  # compression saves less than a factor of 8
-        one = _pack(view.weights(layer=layer, head=head))
-        if len(one["bytes"]) * 3 // 4 <= n_bytes:
-            return only | {"weights": one}
+        weights = _pack(view.weights(layer=layer, head=head))
+        if len(weights["bytes"]) * 3 // 4 <= n_bytes:
+            return only | {"weights": weights}
     side = min(_OVERVIEW_CELLS, math.isqrt(max(1, n_bytes // 4)))
     return only | {"overview": _pack(view.pooled(layer=layer, head=head, h=side, w=side))}
 
@@ -147,13 +157,13 @@ def _pack_all_heads(views: dict[str, MergedView], n_bytes: int) -> dict[str, lis
 
 
 def _pack(weights: Tensor) -> dict[str, Any]:
-    """float32, deflated: zeros of a mask cost nothing."""
+    """float32, zlib-compressed and base64-encoded; the zeros of a mask compress to almost nothing."""
     raw = np.ascontiguousarray(weights.detach().cpu().float().numpy(), dtype="<f4").tobytes()
     return {"bytes": base64.b64encode(zlib.compress(raw, 9)).decode(), "shape": list(weights.shape)}
 
 
 def _assemble(content: dict[str, Any], opening: dict[str, Any]) -> str:
-    """The explorer's page with everything that it links to inside."""
+    """The explorer's page with all linked files embedded."""
     static = files("regard").joinpath("web", "static")
     page, style = (static.joinpath(name).read_text(encoding="utf-8") for name in ("index.html", "style.css"))
     scripts = f"""<script type="importmap">{_script_json({"imports": _module_urls(static)})}</script>
@@ -173,21 +183,23 @@ def _assemble(content: dict[str, Any], opening: dict[str, Any]) -> str:
 
 
 def _script_json(content: Any) -> str:
-    """JSON that cannot end the script element around it."""
+    """JSON that cannot close the surrounding script element."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _module_urls(static: Traversable) -> dict[str, str]:
-    """Each module's name and its data: URL.
+    """The data: URL of each module, by name.
 
-    Relative imports get their full name, since a data: URL has no folder: "../dom.js" becomes "regard/dom.js".
+    Relative imports are rewritten to full names, since a data: URL has no folder: "../dom.js" becomes "regard/dom.js".
     """
     urls = {}
-    for name in sorted(set(_module_names(static, "")) - _SERVER_MODULES):
+    # page/ runs a model in the browser, watch/ is the training page: neither belongs to a look.
+    names = {name for name in _module_names(static, "") if not name.startswith(("page/", "watch/"))}
+    for name in sorted(names - _SERVER_MODULES):
         parts = _IMPORT.split(static.joinpath(*name.split("/")).read_text(encoding="utf-8"))
         for n in range(2, len(parts), 3):
             parts[n] = f'"{_PREFIX}{posixpath.normpath(posixpath.join(posixpath.dirname(name), parts[n]))}"'
-        # The list of views without a server has a file of its own, which replaces the server's.
+        # views/offline.js lists the views that need no server; it replaces views/index.js.
         target = "views/index.js" if name == "views/offline.js" else name
         encoded = base64.b64encode("".join(parts).encode()).decode()
         urls[_PREFIX + target] = f"data:text/javascript;charset=utf-8;base64,{encoded}"

@@ -1,10 +1,9 @@
-"""The residual stream as a sum of what was written into it, read through a linear map.
+"""The residual stream as a sum of its writers' outputs, read through a linear map.
 
-A token's state is the sum of its embeddings and of what every head and feed-forward network wrote there. With each
-norm's scale taken as the constant that it was in this pass, all that follows is linear, so a readout (K, M) of the
-state, a logit or a query, is exactly the sum of the readouts of the parts (Elhage et al. 2021). The walk goes down the
-layers and carries the readout through every norm it meets, so post-norm and sandwich norms are split as exactly as
-pre-norm.
+A token's state is the sum of its embeddings and the outputs of all heads and feed-forward networks. With the scale of
+each norm held at its value in this pass, everything after them is linear, so a readout (K, M) of the state (a logit, a
+query) is exactly the sum of the readouts of the parts (Elhage et al. 2021). The readout is carried down the layers
+through every norm on the way, so post-norm and sandwich norms are split as exactly as pre-norm.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
-from ..layers import Embeddings, LayerNorm, RMSNorm
+from ..layers import Embeddings, LayerNorm, LayerScale, RMSNorm, TanhGate
 from ..models.block import Block, Stack, SublayerNorms
 from ..models.experts import Experts
+from ..models.sites import norms_around
 from ..models.transformer import embedding_positions
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ class Place(NamedTuple):
 
 @dataclass
 class ResidualSplit:
-    """A readout of a token's state, by who wrote it. Everything is fp64; the parts sum to ``total``."""
+    """A readout of a token's state, split by writer. Everything is fp64; the parts sum to ``total``."""
 
-    embeddings: dict[str, Tensor]  # "token", "position", "segment", or "embedding" where they are one: (K,)
+    embeddings: dict[str, Tensor]  # "token", "position" and "segment", or one "embedding" for all: (K,)
     heads: dict[str, Tensor]  # by kind of attention: (layers, H, K)
-    mixers: Tensor  # (layers, K): of layers that mix tokens without heads
-    ff: Tensor  # (layers, K): feed-forward networks, without their biases
-    bias: Tensor  # (K,): biases of norms, projections and networks
+    mixers: Tensor  # (layers, K): token mixers without heads
+    ff: Tensor  # (layers, K): feed-forward networks without their biases
+    bias: Tensor  # (K,): biases of norms, projections and feed-forward networks
     readouts: dict[str, Tensor] = field(default_factory=dict)  # by sub-layer: the readout of its output (K, M)
 
     @property
@@ -51,7 +51,7 @@ class ResidualSplit:
         return torch.stack([*parts, self.mixers.sum(0), self.ff.sum(0), self.bias]).sum(0)
 
     def writers(self) -> Iterator[tuple[str, Tensor]]:
-        """Every part (K,) and its name: "token", "self.0.3" (kind, layer, head), "ff.1", "bias"."""
+        """Each part (K,) with its name: "token", "self.0.3" (kind, layer, head), "ff.1", "bias"."""
         yield from self.embeddings.items()
         for kind, parts in self.heads.items():
             for layer, by_head in enumerate(parts):
@@ -61,14 +61,23 @@ class ResidualSplit:
         yield "bias", self.bias
 
 
+def residual_stack(model: Any, name: str) -> Stack:
+    """The encoder or the decoder; raises if it is not a stack of layers on one residual stream."""
+    stack = getattr(model, name, None)
+    if not isinstance(stack, Stack):
+        raise ValueError("this model merges its tokens between stages, so there is no residual stream to split")
+    return stack
+
+
 def split_residual(
     record: ActivationRecord, place: Place, layer: int, readout: Tensor, part: str = "attention"
 ) -> ResidualSplit:
-    """Split readout (K, M) · x, for x the state of a token as ``part`` of this layer reads it, before the layer's norm.
+    """Split readout (K, M) · x by writer, where x is the state of a token that ``part`` of this layer reads, before its
+    norm.
 
-    The part "attention" reads what the layers below wrote, "cross_attention" also what its own layer's attention did.
+    "attention" reads the output of the layer below, "cross_attention" that of the attention of its own layer.
     """
-    stack: Stack = getattr(record.model, place.stack)
+    stack = residual_stack(record.model, place.stack)
     zeros = torch.zeros(layer, len(readout), dtype=torch.float64, device=record.model.device)
     split = ResidualSplit({}, {}, zeros.clone(), zeros.clone(), readout.new_zeros(len(readout)))
     reader = _Reader(record, place, split, readout)
@@ -78,32 +87,36 @@ def split_residual(
         reader.descend(index, stack.blocks[index % len(stack.blocks)])  # layers may share blocks
     reader.read_embeddings()
     for kind, parts in split.heads.items():
-        split.heads[kind] = parts.flip(0)  # they were read from the last layer down
+        split.heads[kind] = parts.flip(0)  # they were collected from the last layer down
     return split
 
 
 class _Reader:
-    """Walks down the layers with the readout of the state at hand."""
+    """Walks down the layers, carrying the readout of the current state."""
 
     def __init__(self, record: ActivationRecord, place: Place, split: ResidualSplit, readout: Tensor) -> None:
         self.record, self.place, self.split, self.readout = record, place, split, readout
 
     def descend(self, layer: int, block: Any, parts: Iterable[str] = ("attention", "cross_attention", "ff")) -> None:
-        """From the state after a layer, or after some of its sub-layers, to the state before it."""
+        """Go from the state after a layer, or after some of its sub-layers, to the state before it."""
         assert isinstance(block, Block)
         norms, name = block.residuals(), f"{self.place.stack}.blocks.{layer}"
         if norms.parallel:
-            for part, of_part in (("ff", norms.ff), ("attention", norms.attention)):
-                self._read(layer, name, part, block, of_part, self.readout)
+            self._read(layer, name, "ff", block, norms.ff, self.readout)
+            self._read(layer, name, "attention", block, norms.attention, self.readout)
             return
-        middle = "after_attention" if block.cross_attention is None else "after_cross_attention"
-        steps = ("ff", norms.ff, middle), ("cross_attention", norms.cross, "after_attention")
-        for part, of_part, before in (*steps, ("attention", norms.attention, "input")):
+        before_ff = "after_attention" if block.cross_attention is None else "after_cross_attention"
+        sublayers = (
+            ("ff", norms.ff, before_ff),
+            ("cross_attention", norms.cross, "after_attention"),
+            ("attention", norms.attention, "input"),
+        )
+        for part, part_norms, before in sublayers:
             if part in parts and getattr(block, part) is not None:
-                self._step(layer, name, part, block, of_part, before)
+                self._step(layer, name, part, block, part_norms, before)
 
     def _step(self, layer: int, name: str, part: str, block: Block, norms: SublayerNorms, before: str) -> None:
-        """From x' = total(x + y) to x, with the readout of y taken on the way."""
+        """Go from x' = total(x + y) to x and read y on the way."""
         y = self._at(f"{name}.{part}.output")
         x = self._at(f"{name}.{before}")
         self.readout = self._through(norms.total, x + y if block.residual else y, self.readout)
@@ -112,17 +125,17 @@ class _Reader:
             self.readout = torch.zeros_like(self.readout)
 
     def _read(self, layer: int, name: str, part: str, block: Block, norms: SublayerNorms, readout: Tensor) -> None:
-        """Add what one sub-layer wrote to the split."""
+        """Add the readout of one sub-layer's output to the split."""
         module: Any = getattr(block, part)
         if isinstance(module, Experts):
             self.split.ff[layer] = readout @ self._at(f"{name}.ff.output")
             return
         if part == "ff":
             hidden, project = self._at(f"{name}.ff.neurons"), module.w_out
-        elif isinstance(module, MultiHeadAttention):
+        elif isinstance(module, MultiHeadAttention) and module.writes_by_head:
             hidden, project = self._at(f"{name}.{part}.heads").flatten(), module.w_o  # (H · D,)
         else:
-            self.split.mixers[layer] = readout @ self._at(f"{name}.{part}.output")
+            self.split.mixers[layer] += readout @ self._at(f"{name}.{part}.output")
             return
         weight = project.weight.double()
         bias = 0 if project.bias is None else project.bias.double()
@@ -134,13 +147,13 @@ class _Reader:
             return
         kind = "cross" if part == "cross_attention" else "encoder" if self.place.stack == "encoder" else "self"
         by_head = ((readout @ weight) * hidden).unflatten(1, (module.n_heads, -1)).sum(-1).T[None]  # (1, H, K)
-        seen = self.split.heads.get(kind)
-        self.split.heads[kind] = by_head if seen is None else torch.cat((seen, by_head))
+        above = self.split.heads.get(kind)
+        self.split.heads[kind] = by_head if above is None else torch.cat((above, by_head))
 
     def read_embeddings(self) -> None:
-        """Token, position and segment, where the stack reads text; else the input of the first layer as one part."""
+        """Read token, position and segment if the stack reads text, otherwise the first layer's input as one part."""
         whole = self._at(self.place.stack)
-        parts = self._text_embeddings()
+        parts = text_embeddings(self.record, self.place)
         if parts is None:
             self.split.embeddings["embedding"] = self.readout @ whole
             return
@@ -152,24 +165,6 @@ class _Reader:
         for name, vector in vectors.items():
             self.split.embeddings[name] = self.readout @ vector
 
-    def _text_embeddings(self) -> tuple[Embeddings, dict[str, Tensor]] | None:
-        model: Any = self.record.model
-        is_target = self.place.stack == "decoder" and model.is_encoder_decoder
-        module = model.target_embeddings if is_target else model.embeddings
-        if not isinstance(module, Embeddings):
-            return None
-        tokens = self.record.inputs.tensors[-1 if is_target else 0][self.place.prompt][None]
-        at = self.place.position
-        table = model.target_table if is_target else model.token
-        vectors = {"token": table(tokens[:, at : at + 1])[0, 0].double()}
-        if module.segment is not None:
-            vectors["segment"] = module.segment.weight[0].double() * module.segment.scale
-        if module.position is not None:
-            positions = embedding_positions(model.config, tokens)
-            index = torch.tensor([at], device=tokens.device) if positions is None else positions[0, at : at + 1]
-            vectors["position"] = module.position(index, table.weight.dtype)[-1].double()
-        return module, vectors
-
     def _at(self, name: str) -> Tensor:
         return self.record.at(name, self.place.prompt, self.place.position)
 
@@ -180,8 +175,28 @@ class _Reader:
         return readout
 
 
+def text_embeddings(record: ActivationRecord, place: Place) -> tuple[Embeddings, dict[str, Tensor]] | None:
+    """The vectors whose sum is a token's embedding before its norm; None if the stack does not read text."""
+    model: Any = record.model
+    is_target = place.stack == "decoder" and model.is_encoder_decoder
+    module = model.target_embeddings if is_target else model.embeddings
+    if not isinstance(module, Embeddings):
+        return None
+    tokens = record.inputs.tensors[-1 if is_target else 0][place.prompt][None]
+    at = place.position
+    table = model.target_table if is_target else model.token
+    vectors = {"token": table(tokens[:, at : at + 1])[0, 0].double()}
+    if module.segment is not None:
+        vectors["segment"] = module.segment.weight[0].double() * module.segment.scale
+    if module.position is not None:
+        positions = embedding_positions(model.config, tokens)
+        index = torch.tensor([at], device=tokens.device) if positions is None else positions[0, at : at + 1]
+        vectors["position"] = module.position(index, table.weight.dtype)[-1].double()
+    return module, vectors
+
+
 def readout_before_norm(norm: Any, x: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
-    """The readout (K, M) of a norm's output as one of its input x (M,), whose scale is held fixed; and a constant (K,).
+    """A readout (K, M) of a norm's output as one of its input x (M,), with the scale held fixed; and a constant (K,).
 
     LayerNorm  y = (x − mean x) · weight / σ + bias      RMSNorm  y = x · (weight + offset) / rms
     """
@@ -190,9 +205,35 @@ def readout_before_norm(norm: Any, x: Tensor, readout: Tensor) -> tuple[Tensor, 
         return readout, nothing
     if isinstance(norm, LayerNorm):
         bias = nothing if norm.bias is None else readout @ norm.bias.double()
-        scaled = readout * norm.weight.double() * (x.var(unbiased=False) + norm.eps).rsqrt()
+        scaled = readout * norm.weight.double() / norm_scale(norm, x)
         return scaled - scaled.mean(-1, keepdim=True), bias
     if isinstance(norm, RMSNorm):
-        scale = (x.square().mean() + norm.eps).rsqrt()
-        return readout * (norm.weight.double() + norm.offset) * scale, nothing
-    raise ValueError(f"{type(norm).__name__} is no norm that can be split; LayerNorm and RMSNorm are")
+        return readout * (norm.weight.double() + norm.offset) / norm_scale(norm, x), nothing
+    if isinstance(norm, TanhGate):
+        return readout * norm.gate.double().tanh(), nothing
+    if isinstance(norm, LayerScale):
+        return readout * norm.weight.double(), nothing
+    raise ValueError(f"{type(norm).__name__} cannot be split; LayerNorm and RMSNorm can")
+
+
+def norm_scale(norm: LayerNorm | RMSNorm, x: Tensor) -> Tensor:
+    """The divisor of a norm for x (…, M): the standard deviation (LayerNorm) or root mean square (RMSNorm)   (…)"""
+    square = x.var(-1, unbiased=False) if isinstance(norm, LayerNorm) else x.square().mean(-1)
+    return (square + norm.eps).sqrt()
+
+
+def norm_before(model: Any, name: str) -> tuple[LayerNorm | RMSNorm, str]:
+    """The norm that produces a sub-layer's input, "decoder.blocks.3.ff.input", or "final_states"; and the site that it
+    normalises."""
+    norm: Any = None
+    before = ""
+    if name == "final_states":
+        stack_name = "encoder" if model.is_encoder_only else "decoder"
+        stack = residual_stack(model, stack_name)
+        norm, before = stack.norm, f"{stack_name}.blocks.{stack.n_layers - 1}.output"
+    elif name.endswith(("attention.input", "ff.input")) and name in model.sites():
+        norms, before = norms_around(model.sites()[name])
+        norm = norms.before
+    if not isinstance(norm, LayerNorm | RMSNorm):
+        raise ValueError(f"{name!r} is not the output of a norm; give the input of a sub-layer or final_states")
+    return norm, before

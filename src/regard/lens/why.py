@@ -1,7 +1,7 @@
-"""Why a head looked there: the score q · k of one query and one key, split by who wrote each side.
+"""Why a head attends to a token: the score q · k of one query and one key, split by the writers of both sides.
 
 q = R W_q Norm(x_row) and k = R W_k Norm(x_col) are readouts of two tokens' states (``lens.residual``). With the norms'
-scales held fixed both are sums over writers, embeddings, heads and feed-forward networks of the layers below, and the
+scales held fixed, both are sums over writers (embeddings, heads and feed-forward networks of the layers below), and the
 score is the sum over all pairs of writers plus the position bias. RoPE's rotation R is part of each readout.
 """
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..attention import Dot, MultiHeadAttention
 from .capture import attention_site
-from .residual import Place, readout_before_norm, split_residual
+from .notebook import table_html
+from .residual import Place, readout_before_norm, residual_stack, split_residual
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -23,28 +24,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ScoreSplit:
-    """One attention score as a sum over (writer of the query's side, writer of the key's side)."""
+    """One attention score as a sum over pairs (writer of the query, writer of the key)."""
 
-    score: float  # the model's own, before mask and softmax
-    pairs: Tensor  # (queries, keys), fp64
+    score: float  # as the model computes it, before mask and softmax
+    pairs: Tensor  # (query writers, key writers), fp64
     queries: list[str]  # names of the rows of ``pairs``: "token", "position", "self.0.3", "ff.1", "bias"
-    keys: list[str]
-    position_bias: float  # ALiBi, T5 and Transformer-XL add this
+    keys: list[str]  # names of its columns
+    position_bias: float  # added by ALiBi, T5 or Transformer-XL
 
     @property
     def parts(self) -> dict[tuple[str, str], float]:
-        """Every pair of writers and what it contributes; with the position bias they sum to the score."""
-        named = zip(self.queries, self.pairs.tolist(), strict=True)
-        return {(q, k): value for q, row in named for k, value in zip(self.keys, row, strict=True)}
+        """The contribution of every pair of writers; together with the position bias they sum to the score."""
+        rows = zip(self.queries, self.pairs.tolist(), strict=True)
+        return {(q, k): value for q, row in rows for k, value in zip(self.keys, row, strict=True)}
 
     @property
     def total(self) -> float:
         return float(self.pairs.sum()) + self.position_bias
 
     def top(self, n: int = 10) -> list[tuple[str, str, float]]:
-        """The n pairs of the largest size, either sign."""
+        """The n pairs with the largest absolute contribution."""
         parts = sorted(self.parts.items(), key=lambda part: -abs(part[1]))[:n]
         return [(query, key, value) for (query, key), value in parts]
+
+    def _repr_html_(self) -> str:
+        caption = f"score {self.score:.3f}, its largest pairs of writers"
+        return table_html(("query's side", "key's side", "adds"), self.top(16), caption)
 
     def __repr__(self) -> str:
         best = ", ".join(f"{query} × {key} {value:+.2f}" for query, key, value in self.top(3))
@@ -55,12 +60,12 @@ class ScoreSplit:
 def split_score(
     record: ActivationRecord, kind: str, layer: int, head: int, row: int, col: int, prompt: int = 0
 ) -> ScoreSplit:
-    """Split the score of query ``row`` and key ``col`` of one head; for a cross-attention ``col`` is in the source."""
+    """Split the score of query ``row`` and key ``col`` of one head; in cross-attention ``col`` indexes the source."""
     model: Any = record.model
     site = attention_site(model, kind, layer, head)
     module = site.owner
-    if not isinstance(module, MultiHeadAttention) or not isinstance(module.mechanism, Dot) or module.norms_all_heads:
-        raise ValueError("a score is split where it is a dot product of queries and keys of one head")
+    if not isinstance(module, MultiHeadAttention) or not isinstance(module.mechanism, Dot):
+        raise ValueError("only a score that is a dot product of query and key can be split")
     row, col = record.index(prompt, row), record.index(prompt, col, source=kind == "cross")
     stack = "encoder" if kind == "encoder" else "decoder"
     group = head * module.n_kv_heads // module.n_heads
@@ -83,6 +88,21 @@ def split_score(
     return ScoreSplit(float(q @ k) * scale + bias, pairs, q_names, k_names, bias)
 
 
+@torch.no_grad()
+def split_query(
+    record: ActivationRecord, kind: str, layer: int, head: int, row: int, prompt: int = 0
+) -> tuple[list[str], Tensor]:
+    """Names of the writers of one query, and their contributions to the scores of all keys (writers, S), without the
+    position bias."""
+    module: Any = attention_site(record.model, kind, layer, head).owner
+    row, width = record.index(prompt, row), module.d_head
+    stack = "encoder" if kind == "encoder" else "decoder"
+    rows = slice(head * width, (head + 1) * width)
+    names, parts = _split_side(record, module, "q", rows, Place(stack, prompt, row), layer, max(record.lengths))
+    keys = record.call(layer=layer, kind=kind).k[prompt, head * module.n_kv_heads // module.n_heads].double()
+    return names, parts @ keys.T * module.mechanism.factor(width)
+
+
 def _split_side(
     record: ActivationRecord,
     module: MultiHeadAttention,
@@ -92,21 +112,23 @@ def _split_side(
     layer: int | None,
     n_tokens: int,
 ) -> tuple[list[str], Tensor]:
-    """Names of the writers of a query or key, and what each contributes (writers, D).
+    """Names of the writers of a query or key, and their contributions (writers, D).
 
-    layer  whose attention reads the state; None: the state is the encoder's last, which every cross-attention reads
+    layer  the layer whose attention reads the state; None: the encoder's last state, which cross-attention reads
     """
-    readout, constant = _projection(module, side, rows)
+    own_norm = module.q_norm if side == "q" else module.k_norm
+    normed_together = own_norm is not None and module.norms_all_heads  # one scale for all heads
+    readout, constant = _projection(module, side, slice(None) if normed_together else rows)
     name, norm = _reading_state(record, module, place, layer)
     state = record.at(name, place.prompt, place.position)
     readout, bias = readout_before_norm(norm, state, readout)
     constant = constant + bias
-    own_norm = module.q_norm if side == "q" else module.k_norm
     if own_norm is not None:
-        within, bias = readout_before_norm(own_norm, readout @ state + constant, torch.eye(len(readout)).to(readout))
+        own_rows = torch.eye(len(readout)).to(readout)[rows if normed_together else slice(None)]
+        within, bias = readout_before_norm(own_norm, readout @ state + constant, own_rows)
         readout, constant = within @ readout, within @ constant + bias
     if module.rope is not None:
-        rotation = _rotation(module.rope, len(readout), place.position, n_tokens).to(readout)
+        rotation = rotation_matrix(module.rope, len(readout), place.position, n_tokens).to(readout)
         readout, constant = rotation @ readout, rotation @ constant
     part = "cross_attention" if name.endswith("after_attention") else "attention"
     n_layers = getattr(record.model, place.stack).n_layers if layer is None else layer
@@ -118,18 +140,21 @@ def _split_side(
 def _projection(module: MultiHeadAttention, side: str, rows: slice) -> tuple[Tensor, Tensor]:
     """Weight (D, M) and bias (D,) of one head's queries or keys."""
     weight = module.w_q if side == "q" else module.w_k
-    project = module.w_qkv if not module.cross else module.w_query if side == "q" else module.w_kv
-    start = module.n_heads * module.d_head if side == "k" and not module.cross else 0
-    bias: Tensor | None = project.bias
-    whole = weight.new_zeros(len(weight)) if bias is None else bias[start : start + len(weight)]
-    return weight[rows].double(), whole[rows].double()
+    start = 0  # offset of the bias within the fused projection
+    if not module.cross:
+        bias: Tensor | None = module.w_qkv.bias
+        start = module.n_heads * module.d_head if side == "k" else 0
+    else:
+        bias = module.w_query.bias if side == "q" else module.w_kv.bias
+    bias = weight.new_zeros(len(weight)) if bias is None else bias[start : start + len(weight)]
+    return weight[rows].double(), bias[rows].double()
 
 
 def _reading_state(
     record: ActivationRecord, module: MultiHeadAttention, place: Place, layer: int | None
 ) -> tuple[str, Any]:
-    """The site of the state that a query or key is made from, and the norm in between."""
-    stack: Any = getattr(record.model, place.stack)
+    """The site of the state from which a query or key is computed, and the norm in between."""
+    stack: Any = residual_stack(record.model, place.stack)
     if layer is None:
         return f"{place.stack}.blocks.{stack.n_layers - 1}.output", stack.norm
     block = stack.blocks[layer % len(stack.blocks)]
@@ -139,7 +164,7 @@ def _reading_state(
     return f"{place.stack}.blocks.{layer}.input", residuals.attention.before
 
 
-def _rotation(rope: Any, width: int, position: int, n_tokens: int) -> Tensor:
+def rotation_matrix(rope: Any, width: int, position: int, n_tokens: int) -> Tensor:
     """RoPE at one position as a matrix (D, D)."""
     basis = torch.eye(width, dtype=torch.float64)[None, None]  # D vectors as D tokens, all at this position
     return rope(basis, torch.full((width,), position), n_tokens)[0, 0].T

@@ -1,7 +1,8 @@
-"""The base of all models: the interface that training, generation, lens and export use."""
+"""The base class of all models: the interface that training, generation, lens and export rely on."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention, masks
-from ..attention.cache import CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
+from ..attention.cache import Cache, CrossCache, GrowingCache, ModelCache, RingCache, StaticCache
 from ..attention.cache.static_cache import CacheDtype
 from ..attention.masks import Mask
-from ..attention.state_space import Mamba2, StateSpaceCache
+from ..attention.state_space import StateSpaceCache, StateSpaceMixer
 from ..config import ModelConfig
 from ..layers import TokenEmbedding
 from . import components
 from .block import Stack
 from .components import ClassHead, TagHead, TokenHead
-from .sites import HookSite, stack_sites
+from .sites import HookSite, logits_site, stack_sites
 
 
 class DecoderShape(NamedTuple):
-    """Sizes of the stack that writes tokens: the shape of its key-value cache."""
+    """Sizes of the stack that generates tokens, which determine its key-value cache."""
 
     n_layers: int
     n_heads: int
@@ -32,11 +33,14 @@ class DecoderShape(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig) -> DecoderShape:
         n_layers, n_heads, _ = components.stack_sizes(config, cross=config.architecture == "encoder-decoder")
+        if config.text_model is not None:
+            config = config.text_model
+            n_layers, n_heads = config.n_layers, config.n_heads
         return cls(n_layers, n_heads, config.n_kv_heads or n_heads, components.head_width(config, n_heads))
 
 
 class AttentionSite(NamedTuple):
-    """One attention of a model; layers that share parameters share the module."""
+    """One attention module of a model; layers that share parameters share the module."""
 
     name: str  # "decoder.blocks.3.attention"
     kind: str  # "self", "cross" or "encoder"
@@ -45,36 +49,36 @@ class AttentionSite(NamedTuple):
 
 
 class Model(nn.Module):
-    """Base of all models.
+    """Base class of all models.
 
-    hidden(*inputs, **options)   the states before the head (B, T, M); the inputs are those of forward
-    head, output_table           token logits are head(states, output_table); head is None where there are none
-    classifier                   class logits of an encoder, or None
-    encode, decode               of models with ``is_encoder_decoder``
-    processor                    turns text or images into the model's inputs, where there is one
+    hidden(*inputs, **options)   the states before the head (B, T, M); takes the arguments of forward
+    head, output_table           token logits are head(states, output_table); head is None in models without them
+    classifier                   an encoder's class head, or None
+    encode, decode               only in models with ``is_encoder_decoder``
+    processor                    turns text or images into the model's inputs, or None
     """
 
-    is_decoder_only = False  # a language model: reads and continues one sequence
-    is_encoder_only = False  # reads a whole input, writes nothing
-    is_encoder_decoder = False  # reads a source, writes a target
+    is_decoder_only = False  # a language model: continues one sequence
+    is_encoder_only = False  # encodes a whole input and generates nothing
+    is_encoder_decoder = False  # encodes a source and generates a target
     is_recurrent = False  # LSTM or GRU layers instead of Transformer blocks
 
     head: TokenHead | None
     token: TokenEmbedding | None
-    encoder: Any  # a Stack or a recurrent network, in models that have one
+    encoder: Any  # a Stack or a recurrent network
     decoder: Any
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         self.processor: Any = None
-        self.provenance: Any = None  # where it was loaded from, and whether its manifest matched
+        self.provenance: Any = None  # where the model was loaded from, and whether its manifest matched
         self.training_record: dict[str, Any] | None = None  # run, step, data, metrics, command and versions, if known
 
     def _initialise(self) -> None:
-        """Called at the end of each constructor: with ``init_std``, normal weights of that spread.
+        """With ``init_std``, draw all matrices from a normal distribution; called at the end of each constructor.
 
-        What adds to the residual of deep pre-norm stacks starts smaller (GPT-2).
+        Unless post-norm, matrices that write to the residual stream are scaled by 1/√(2 · n_layers) (GPT-2).
         """
         config, std = self.config, self.config.init_std
         if std is None:
@@ -90,17 +94,25 @@ class Model(nn.Module):
 
     @property
     def n_parameters(self) -> int:
-        """Number of trained values; tied ones count once."""
+        """Number of parameters; tied ones count once."""
         return sum(p.numel() for p in self.parameters())
 
     @property
     def generates(self) -> bool:
-        """Whether it writes tokens one by one."""
+        """Whether the model generates tokens one by one."""
         return self.head is not None and not self.is_encoder_only
 
     @property
+    def decodes_by_token(self) -> bool:
+        """Whether ``hidden`` or ``decode`` continues from a cache; otherwise generation reads the whole text each step.
+
+        A class of one's own whose method takes ``cache`` overrides this.
+        """
+        return self.config.model_class is None and self.config.mixing.by_token
+
+    @property
     def output_table(self) -> Tensor:
-        """The token table (V, M) of what is written, which a tied head multiplies with."""
+        """The token table (V, M) of the output vocabulary, which a tied head multiplies with."""
         assert self.token is not None
         return self.token.weight
 
@@ -110,20 +122,21 @@ class Model(nn.Module):
 
     @property
     def class_head(self) -> ClassHead | TagHead | None:
-        return getattr(self, "classifier", None)
+        head = getattr(self, "classifier", None)
+        return None if self.config.head == "span" else head
 
     def hidden(self, *inputs: Any, **options: Any) -> Tensor:
         """The last layer's states (B, T, M), before the head."""
         raise NotImplementedError
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """Next-token logits (B, T, V), or the states where there is no head; the arguments are those of ``hidden``."""
+        """Token logits (B, T, V), or the states of a model without a head; takes the arguments of ``hidden``."""
         x = self.hidden(*inputs, **options)
         return x if self.head is None else self.head(x, self.output_table)
 
     def encode(self, source: Tensor, *, padding_mask: Tensor | None = None, positions: Tensor | None = None) -> Any:
-        """What an encoder-decoder's decoder attends to."""
-        raise NotImplementedError(f"architecture={self.config.architecture!r} has no encoder beside a decoder")
+        """The memory that an encoder-decoder's decoder attends to."""
+        raise NotImplementedError(f"architecture={self.config.architecture!r} is not an encoder-decoder")
 
     def decode(
         self,
@@ -134,47 +147,65 @@ class Model(nn.Module):
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """An encoder-decoder's states (B, T, M) for target tokens, given what ``encode`` returned."""
-        raise NotImplementedError(f"architecture={self.config.architecture!r} has no encoder beside a decoder")
+        """An encoder-decoder's states (B, T, M) for target tokens, given the memory from ``encode``."""
+        raise NotImplementedError(f"architecture={self.config.architecture!r} is not an encoder-decoder")
+
+    def embed(self, source: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+        """One vector per text (B, M), pooled from the states of the encoder, or of a decoder-only model."""
+        if self.is_encoder_decoder:
+            states = self.encode(source, padding_mask=padding_mask).states
+        else:
+            states = self.hidden(source, padding_mask=padding_mask)
+        return components.embed_states(self.config, states, padding_mask)
 
     def stacks(self) -> list[Stack]:
         return [module for module in self.modules() if isinstance(module, Stack)]
 
     def sites(self) -> dict[str, HookSite]:
-        """Every activation that can be captured and replaced, by name, in the order of the forward pass.
+        """Every activation that can be captured, by name, in the order of the forward pass; all except derived sites
+        can be replaced.
 
-        See ``models.sites`` for the names and shapes. A recurrent model has none but its attention.
+        See ``models.sites`` for the names and shapes. A recurrent model has no sites, only ``attention_sites``.
         """
-        stacks = ((name, getattr(self, name, None)) for name in ("encoder", "decoder"))
-        found = (site for name, stack in stacks if isinstance(stack, Stack) for site in stack_sites(name, stack))
-        return {site.name: site for site in found}
+        sites = [site for name in ("encoder", "decoder") for site in stack_sites(name, getattr(self, name, None))]
+        head = self.class_head or self.head
+        if sites and head is not None:
+            last = next(site for site in reversed(sites) if not site.is_derived)
+            sites.append(logits_site(head, last.name))
+        return {site.name: site for site in sites}
 
     def attention_sites(self) -> list[AttentionSite]:
-        """Every attention with weights, encoder first, each stack's own before its cross-attention."""
+        """Every attention with weights: encoder before decoder, each stack's self-attention before cross-attention."""
         sites: list[AttentionSite] = []
-        for name in ("encoder", "decoder"):
-            stack = getattr(self, name, None)
-            if not isinstance(stack, Stack):
-                continue
+        for name, own_kind, stack in self._named_stacks():
             blocks = [(layer, layer % len(stack.blocks)) for layer in range(stack.n_layers)]
-            for part, kind in (("attention", "encoder" if name == "encoder" else "self"), ("cross_attention", "cross")):
+            for part, kind in (("attention", own_kind), ("cross_attention", "cross")):
                 for layer, index in blocks:
                     module = getattr(stack.blocks[index], part)
-                    if isinstance(module, MultiHeadAttention | Mamba2):
+                    if isinstance(module, MultiHeadAttention | StateSpaceMixer):
                         sites.append(AttentionSite(f"{name}.blocks.{index}.{part}", kind, layer, module))
         return sites
 
+    def _named_stacks(self) -> Iterator[tuple[str, str, Stack]]:
+        """Each stack with its name and the kind of its self-attention; an image encoder may have several stages."""
+        for name in ("encoder", "decoder"):
+            stack = getattr(self, name, None)
+            if isinstance(stack, Stack):
+                yield name, "encoder" if name == "encoder" else "self", stack
+            for number, stage in enumerate(getattr(stack, "stages", ())):
+                yield f"{name}.stages.{number}", f"stage{number}", stage
+
     def use_checkpointing(self, on: bool = True) -> None:
-        """Trade time for memory: keep only the layers' inputs and compute each layer again in the backward pass."""
+        """Trade time for memory: keep only the layers' inputs and recompute each layer in the backward pass."""
         for stack in self.stacks():
             stack.checkpointing = on
 
     def new_cache(
         self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
     ) -> ModelCache:
-        """An empty cache for decoding: growing, or preallocated where batch and max_len are given.
+        """An empty cache for decoding: preallocated if ``batch`` and ``max_len`` are given, else growing.
 
-        A preallocated one may round its keys and values to bf16 or int8; an encoder's are never rounded.
+        A preallocated cache may store its keys and values in bf16 or int8; those of cross-attention keep their dtype.
         """
         if (batch is None) != (max_len is None):
             raise ValueError(f"batch={batch} and max_len={max_len}: give both to preallocate, neither to grow")
@@ -184,33 +215,35 @@ class Model(nn.Module):
         cross = [CrossCache() for _ in range(shape.n_layers)] if self.is_encoder_decoder else []
         if batch is None or max_len is None:
             if cache_dtype != "model":
-                raise ValueError(f"cache_dtype={cache_dtype!r} is for a preallocated cache; give batch and max_len")
+                raise ValueError(f"cache_dtype={cache_dtype!r} needs a preallocated cache; give batch and max_len")
             return ModelCache([GrowingCache() for _ in range(shape.n_layers)], cross)
-        dtype = next(self.parameters()).dtype
-        layers = [
-            StaticCache(batch, shape.n_kv_heads, max_len, shape.d_head, dtype, self.device, cache_dtype)
-            if size is None or size >= max_len
-            else RingCache(batch, shape.n_kv_heads, size, shape.d_head, dtype, self.device, cache_dtype=cache_dtype)
-            for size in (components.window_of(self.config, layer) for layer in range(shape.n_layers))
-        ]
+        dtype, heads = next(self.parameters()).dtype, shape.n_kv_heads
+        layers: list[Cache] = []
+        for layer in range(shape.n_layers):
+            window = components.window_of(self.config.text_model or self.config, layer)
+            if window is None or window >= max_len:
+                layers.append(StaticCache(batch, heads, max_len, shape.d_head, dtype, self.device, cache_dtype))
+            else:
+                ring = RingCache(batch, heads, window, shape.d_head, dtype, self.device, cache_dtype=cache_dtype)
+                layers.append(ring)
         return ModelCache(layers, cross)
 
     def save(self, path: str | Path) -> Path:
-        """Write a directory that ``regard.load`` and, where the architecture exists there, transformers opens."""
+        """Write a directory that ``regard.load`` opens, and transformers too if it has the architecture."""
         from .. import io
 
         return io.save(self, path)
 
 
 class SourceToTarget(Model):
-    """Base of the encoder-decoders: a subclass defines ``encode`` and ``decode``."""
+    """Base class of encoder-decoders; subclasses define ``encode`` and ``decode``."""
 
     is_encoder_decoder = True
     target_token: TokenEmbedding | None
 
     @property
     def target_table(self) -> TokenEmbedding:
-        """The target's token embedding; the source's where the two share a vocabulary."""
+        """The token embedding of the target, which is the source's if they share a vocabulary."""
         table = self.token if self.target_token is None else self.target_token
         assert table is not None
         return table
@@ -235,6 +268,13 @@ class SourceToTarget(Model):
         return self.decode(target, memory, padding_mask=target_padding_mask, positions=target_positions, cache=cache)
 
 
+def join_padding(padding_mask: Tensor) -> Tensor:
+    """The padding mask of an encoder's states: (B, S) unchanged; of passages (B, P, S) → (B, P · S), padding last."""
+    if padding_mask.dim() < 3:
+        return padding_mask
+    return padding_mask.flatten(1).int().sort(1, descending=True).values.bool()
+
+
 def mask_from_padding(padding_mask: Tensor | None) -> Mask | None:
-    """Which tokens are real, (B, T) booleans, as a mask."""
+    """A padding mask (B, T), True at real tokens, as an attention mask."""
     return None if padding_mask is None else masks.valid_keys(padding_mask.bool())

@@ -1,11 +1,11 @@
 """Floating-point operations of every matrix product of a model.
 
-The product of an (m × k) with a (k × n) matrix takes 2·m·k·n operations forward and twice that backward (once where its
-input is data, which needs no gradient). Norms, activations, softmax and biases are not counted, as in torch's counter.
-Two conventions are reported:
+The product of an (m × k) with a (k × n) matrix takes 2·m·k·n operations forward and twice that backward (only once if
+its input is data, which needs no gradient). Norms, activations, softmax and biases are not counted, as in torch's
+FlopCounterMode. Two conventions are reported:
 
-    full  every query against every key: the plain formula, and what torch's counter sees
-    seen  only the pairs a mask lets through: what a fused kernel has to do, about half of it with a causal mask
+    full  every query with every key: the plain formula, and what torch's counter reports
+    seen  only the pairs that the mask allows: the work of a fused kernel, about half with a causal mask
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ..config.mixers import MixingWork, keys_per_query
 from ..foundation.checks import check_positive
 from ..layers import GATED
 from . import components
+from .hierarchy import stage_configs
 
-N_REGIONS = 36  # regions of an image unless given: what detectors usually return
+N_REGIONS = 36  # default number of regions of an image, common for detectors
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class StackShape:
-    """The sizes of a stack of layers that its costs depend on."""
+    """The sizes that determine the cost of a stack."""
 
     name: str
     n_layers: int
@@ -62,14 +63,14 @@ def n_patches(config: ModelConfig) -> int:
 
 
 def n_places(config: ModelConfig, length: int) -> int:
-    """Length of an encoder's input: tokens, regions, or an image's class token and patches."""
-    return n_patches(config) + 1 if config.source == "image" else length
+    """Length of an encoder's input: tokens, regions, or an image's class tokens, registers and patches."""
+    return n_patches(config) + config.prefix_tokens if config.source == "image" else length
 
 
 def source_places(config: ModelConfig, length: int, source_length: int | None) -> int:
-    """Length of the input of an encoder beside a decoder."""
+    """Length of the source of an encoder-decoder."""
     if config.source == "image":
-        return n_patches(config) + 1
+        return n_patches(config) + config.prefix_tokens
     if source_length is not None:
         return source_length
     return N_REGIONS if config.source == "regions" else length
@@ -81,11 +82,26 @@ def stacks_of(config: ModelConfig, length: int, source_length: int | None = None
         return []
     if config.architecture == "encoder-decoder":
         source = source_places(config, length, source_length)
-        decoder = _stack_shape(config, "decoder", length, config.causal, memory=source)
+        text = config if config.text_model is None else config.text_tower
+        memory = source if config.resampler_tokens is None else config.resampler_tokens
+        decoder = _stack_shape(text, "decoder", length, text.causal, memory=memory)
         return [_stack_shape(config, "encoder", source, causal=False), decoder]
     if config.architecture == "encoder":
-        return [_stack_shape(config, "encoder", n_places(config, length), causal=False)]
+        return [
+            _stack_shape(stage, "encoder", n_places(stage, length), causal=False) for stage in stage_configs(config)
+        ]
+    if config.architecture == "two-tower":
+        text = config.text_tower
+        tower = _stack_shape(text, "decoder", length, causal=text.architecture == "decoder" and text.causal)
+        return [_stack_shape(config, "encoder", n_places(config, length), causal=False), tower]
     return [_stack_shape(config, "decoder", length, config.causal)]
+
+
+def configs_of_stacks(config: ModelConfig) -> list[ModelConfig]:
+    """The config of each stack in ``stacks_of``: a text tower or a stage has its own."""
+    if config.text_model is not None:
+        return [config, config.text_tower]
+    return [config, config] if config.architecture == "encoder-decoder" else stage_configs(config)
 
 
 def _stack_shape(config: ModelConfig, name: str, length: int, causal: bool, memory: int | None = None) -> StackShape:
@@ -95,58 +111,64 @@ def _stack_shape(config: ModelConfig, name: str, length: int, causal: bool, memo
 
 
 def count(config: ModelConfig, batch: int, length: int, source_length: int | None = None) -> list[Flops]:
-    """The operations of a batch of texts, part by part. ``length`` is the target's beside an encoder's source."""
+    """The operations of a batch, part by part. In an encoder-decoder, ``length`` is that of the target."""
     check_positive(batch=batch, length=length)
     if config.architecture == "recurrent":
         return list(_recurrent(config, batch, length, length if source_length is None else source_length))
     parts: list[Flops] = []
-    for stack in stacks_of(config, length, source_length):
-        parts += _embedding(config, stack, batch)
-        parts += _layers(config, stack, batch)
+    configs = configs_of_stacks(config)
+    stacks = stacks_of(config, length, source_length)
+    for number, (stack_config, stack) in enumerate(zip(configs, stacks, strict=True)):
+        if number == 0 or config.stages is None:
+            parts += _embedding(stack_config, stack, batch)
+        else:  # each patch is merged from four of the previous stage
+            parts += [_unmasked_flops(stack.name, "merging", 4.0 * batch * stack.length * stack_config.d_model**2)]
+        parts += _layers(stack_config, stack, batch)
     return parts + _head(config, batch, length)
 
 
 def n_tokens(config: ModelConfig, length: int, source_length: int | None = None) -> int:
-    """Tokens or patches of one example, those of both sides where there are two; a class token is none."""
+    """Tokens or patches of one example, source and target together; class tokens and registers are not counted."""
     if config.architecture == "recurrent":
         return length + (length if source_length is None else source_length)
-    places = sum(stack.length for stack in stacks_of(config, length, source_length))
-    return places - (1 if config.source == "image" and config.has_encoder else 0)
+    n = sum(stack.length for stack in stacks_of(config, length, source_length))
+    return n - (config.prefix_tokens if config.source == "image" and config.has_encoder else 0)
 
 
 def training_flops(config: ModelConfig, length: int, source_length: int | None = None) -> float:
-    """Operations of one example forward and backward, only unmasked pairs, backward as twice forward (PaLM)."""
+    """Operations of one example forward and backward: unmasked pairs only, backward counted as twice forward (PaLM)."""
     return 3 * sum(part.forward_seen for part in count(config, 1, length, source_length))
 
 
-def _unmasked(part: str, kind: str, forward: float, backward: float | None = None) -> Flops:
-    """A part without a mask: both conventions agree."""
+def _unmasked_flops(part: str, kind: str, forward: float, backward: float | None = None) -> Flops:
+    """The operations of a part without a mask, in which both conventions agree."""
     backward = 2 * forward if backward is None else backward
     return Flops(part, kind, forward, backward, forward, backward)
 
 
 def _embedding(config: ModelConfig, stack: StackShape, batch: int) -> list[Flops]:
-    """Patch and region projections. Token lookups cost nothing; a narrower table is followed by a matrix."""
+    """Patch and region projections, or the projection after a token table narrower than d_model; lookups are free."""
     if stack.name == "encoder" and config.source != "text":
         if config.source == "image":
             forward = 2.0 * batch * n_patches(config) * config.n_channels * config.patch_size**2 * config.d_model
         else:
             forward = 2.0 * batch * stack.length * (config.d_region + config.d_box) * config.d_model
-        return [_unmasked(stack.name, "embedding", forward, forward)]  # the input needs no gradient
+        return [_unmasked_flops(stack.name, "embedding", forward, forward)]  # the input needs no gradient
     if config.d_embed is None:
         return []
-    return [_unmasked(stack.name, "embedding", 2.0 * batch * stack.length * config.d_embed * config.d_model)]
+    return [_unmasked_flops(stack.name, "embedding", 2.0 * batch * stack.length * config.d_embed * config.d_model)]
 
 
 def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flops]:
     tokens, width = batch * stack.length, config.d_model
     if config.mixing.weights:
-        products = stack.n_layers * 4.0 * tokens * width * (stack.q_width + stack.kv_width)
-        yield _unmasked(stack.name, "projections", products)
-    elif config.mixing.recurrent:  # gate, values, B, C and Δ in; the heads out
-        shared = (config.n_kv_heads or 1) * config.mixing.size_of(config.mixer_size)
-        rows = 3 * stack.q_width + 2 * shared + stack.n_heads
-        yield _unmasked(stack.name, "projections", stack.n_layers * 2.0 * tokens * width * rows)
+        maps = 4 * stack.q_width + 4 * stack.kv_width
+        if config.global_projections and config.global_tokens:
+            maps += 2 * stack.q_width + 4 * stack.kv_width
+        products = stack.n_layers * 1.0 * tokens * width * maps
+        yield _unmasked_flops(stack.name, "projections", products)
+    elif config.mixing.products is not None:
+        yield _unmasked_flops(stack.name, "projections", stack.n_layers * 2.0 * tokens * config.mixing.products(config))
     full = stack.n_layers * tokens * mixing_flops(config, stack, stack.length)
     seen = tokens * sum(mixing_flops(config, stack, keys_seen(config, stack, layer)) for layer in range(stack.n_layers))
     yield Flops(stack.name, "attention", full, 2 * full, seen, 2 * seen)
@@ -154,31 +176,33 @@ def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flop
         yield _distances(config, stack, batch)
     if stack.memory is not None:
         products = 4.0 * width * (tokens * stack.q_width + batch * stack.memory * stack.kv_width)
-        yield _unmasked(stack.name, "cross projections", stack.n_layers * products)
+        yield _unmasked_flops(stack.name, "cross projections", stack.n_layers * products)
         by_token = mixing_flops(config, stack, stack.memory, cross=True)
-        yield _unmasked(stack.name, "cross attention", stack.n_layers * tokens * by_token)
+        yield _unmasked_flops(stack.name, "cross attention", stack.n_layers * tokens * by_token)
     if not stack.d_ff:
         return
     matrices = 3 if config.activation in GATED else 2
     networks = 1
     if config.experts is not None:
         networks = config.experts_per_token + config.shared_experts
-        yield _unmasked(stack.name, "router", stack.n_layers * 2.0 * tokens * width * config.experts)
+        yield _unmasked_flops(stack.name, "router", stack.n_layers * 2.0 * tokens * width * config.experts)
     hidden = networks * stack.d_ff
-    yield _unmasked(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * hidden * matrices)
+    yield _unmasked_flops(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * hidden * matrices)
 
 
 def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:
-    """Operations of one token's mixing, as its mechanism declares; cross-attention may use the dot product instead."""
+    """Operations to mix one token with ``keys`` others, as declared by the mixer; cross-attention may use the dot
+    product instead."""
     mixing = config.mixing
     work = MixingWork(stack.n_heads, stack.d_head, keys, mixing.size_of(config.mixer_size))
     if cross and not mixing.cross:
         return 4.0 * stack.n_heads * stack.d_head * keys
-    return float(mixing.flops(work))
+    times = 2 if config.global_projections and config.global_tokens else 1  # local and global keys side by side
+    return times * float(mixing.flops(work))
 
 
 def _distances(config: ModelConfig, stack: StackShape, batch: int) -> Flops:
-    """Transformer-XL: W_r R once a layer, (q + v)·r for every distance, u·k for every key."""
+    """Transformer-XL: W_r R once per layer, (q + v)·r for every distance, u·k for every key."""
     distances = 2 * stack.length - 1
     table = 2.0 * distances * stack.q_width**2
     by_pair = 2.0 * batch * stack.length * stack.q_width * (distances + 1)
@@ -189,7 +213,7 @@ def _distances(config: ModelConfig, stack: StackShape, batch: int) -> Flops:
 
 
 def keys_seen(config: ModelConfig, stack: StackShape, layer: int) -> float:
-    """Unmasked keys per query of this layer, on average over the text."""
+    """Unmasked keys per query of this layer, averaged over the text."""
     return keys_per_query(config, layer, stack.length, causal=stack.causal, has_memory=stack.memory is not None)
 
 
@@ -198,34 +222,40 @@ def _head(config: ModelConfig, batch: int, length: int) -> list[Flops]:
     if config.head == "none":
         return []
     if config.head == "classify":
-        pooled = 4.0 * batch * n_places(config, length) * width if config.pooling != "first" else 0.0
+        pooled = 4.0 * batch * n_places(config, length) * width if config.pooling in ("mean", "attention") else 0.0
         dense = 2.0 * batch * width**2 if config.pooler != "none" else 0.0
-        return [_unmasked("head", "classes", pooled + dense + 2.0 * batch * width * config.n_classes)]
+        rows = {"first-and-mean": 2, "class-tokens": config.class_tokens}.get(config.pooling, 1) * width
+        return [_unmasked_flops("head", "classes", pooled + dense + 2.0 * batch * rows * config.n_classes)]
+    if config.head in ("tag", "span"):
+        n_classes = 2 if config.head == "span" else config.n_classes
+        return [_unmasked_flops("head", "classes", 2.0 * batch * length * width * n_classes)]
+    if config.head == "replaced":
+        return [_unmasked_flops("head", "replaced", 2.0 * batch * length * width * (width + 1))]
     inner = (config.d_embed or width) if config.head_transform else width
     matrix = inner * (config.output_vocab_size + (width if config.head_transform else 0))
-    return [_unmasked("head", "logits", 2.0 * batch * length * matrix)]
+    return [_unmasked_flops("head", "logits", 2.0 * batch * length * matrix)]
 
 
 def _recurrent(config: ModelConfig, batch: int, length: int, source: int) -> Iterator[Flops]:
-    """Every weight of the gates once a token, and attention from each target token to the source."""
+    """Every gate weight once per token, and attention from each target token to the source."""
     width, embed = config.d_model, config.d_embed or config.d_model
     n_gates = 4 if config.cell == "lstm" else 3
     n_to = config.n_decoder_layers or config.n_layers
     directions = 2 if config.bidirectional else 1
     units = width // directions
     into = embed + (config.n_layers - 1) * width + config.n_layers * units
-    yield _unmasked("encoder", "cells", 2.0 * batch * source * directions * n_gates * units * into)
-    yield _unmasked("bridge", "states", 2.0 * batch * (2 if config.cell == "lstm" else 1) * n_to * width**2)
+    yield _unmasked_flops("encoder", "cells", 2.0 * batch * source * directions * n_gates * units * into)
+    yield _unmasked_flops("bridge", "states", 2.0 * batch * (2 if config.cell == "lstm" else 1) * n_to * width**2)
     attends = config.alignment != "none"
     fed = width if attends and (config.alignment == "additive" or config.input_feeding) else 0
     into = embed + fed + (n_to - 1) * width
-    yield _unmasked("decoder", "cells", 2.0 * batch * length * n_gates * width * (into + n_to * width))
+    yield _unmasked_flops("decoder", "cells", 2.0 * batch * length * n_gates * width * (into + n_to * width))
     if attends:
         mapped = 2.0 * batch * width**2
         keys = source * mapped if config.alignment in ("additive", "concat") else 0.0
         queries = 0.0 if config.alignment == "dot" else length * mapped
-        yield _unmasked("decoder", "projections", keys + queries)
-        yield _unmasked("decoder", "attention", 4.0 * batch * length * source * width)
+        yield _unmasked_flops("decoder", "projections", keys + queries)
+        yield _unmasked_flops("decoder", "attention", 4.0 * batch * length * source * width)
         read = 2 * (embed + 2 * width) if config.alignment == "additive" else 2 * width
-        yield _unmasked("decoder", "readout", 2.0 * batch * length * read * width)
+        yield _unmasked_flops("decoder", "readout", 2.0 * batch * length * read * width)
     yield from _head(config, batch, length)

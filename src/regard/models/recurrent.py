@@ -1,4 +1,4 @@
-"""The recurrent encoder-decoder with its three decoders, which differ in when they attend and what they feed back.
+"""The recurrent encoder-decoder and its three decoders, which differ in when they attend and what they feed back.
 
     plain     s_t = RNN(y_t, s_t-1)                                                       (Sutskever et al. 2014)
     Bahdanau  c_t = attention(s_t-1),  s_t = RNN([y_t; c_t], s_t-1)                       (Bahdanau et al. 2015)
@@ -29,13 +29,13 @@ from .recurrent_cells import Alignment, MemoryCache, MemoryView, Recurrence, Row
 
 class RecurrentStep(NamedTuple):
     state: State  # after the token
-    h: Tensor  # (B, M) what the output is made of
-    q: Tensor | None = None  # (B, 1, 1, D) the query that attended
-    context: Tensor | None = None  # (B, M) what it saw
+    h: Tensor  # (B, M) the output is computed from
+    q: Tensor | None = None  # (B, 1, 1, D) the query
+    context: Tensor | None = None  # (B, M) the output of attention
 
 
 class PlainDecoder(nn.Module):
-    """No attention: the state it starts from is all it knows of the source."""
+    """A decoder without attention: only its initial state depends on the source."""
 
     def __init__(self, config: ModelConfig, d_fed: int = 0) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class PlainDecoder(nn.Module):
         self.cross_attention = None if config.alignment == "none" else Alignment(config)
 
     def first_state(self, state: State) -> State:
-        """The state before the first token, given the bridge's."""
+        """The state before the first token, from the bridge's output."""
         return state
 
     def forward(self, x: Tensor, state: State, view: MemoryView | None, real: Tensor | None = None) -> Tensor:
@@ -54,11 +54,11 @@ class PlainDecoder(nn.Module):
         return self.run_fused(x, state, real)
 
     def run_fused(self, x: Tensor, state: State, real: Tensor | None) -> Tensor:
-        """The top layer's states through the fused kernel, where no step needs another step's attention."""
+        """The top layer's states from the fused kernel, for decoders whose steps do not depend on attention."""
         if real is None:
             return self.rnn(x, state)[0]
         rows = Rows.of(real)
-        return rows.unpack(self.rnn(rows.pack(x), state)[0])  # padding at the end reaches no real token
+        return rows.unpack(self.rnn(rows.pack(x), state)[0])  # padding at the end does not affect real tokens
 
     def run_steps(
         self,
@@ -69,20 +69,23 @@ class PlainDecoder(nn.Module):
         states: StateCache | None = None,
         seen: MemoryCache | None = None,
     ) -> Tensor:
-        """Token by token, each state put into the cache if there is one. Padding leaves the state unchanged."""
+        """Token by token; each state is written to the cache ``states``, if given. Padding leaves the state unchanged.
+
+        ``seen``: the cache of the memory. Returns (B, T, M).
+        """
         padding_bias = None if view is None else view.padding_bias()
         steps: list[RecurrentStep] = []
         for t, gates in enumerate(self.rnn.project(x).unbind(1)):
             step = self.step(gates, state, view, padding_bias)
             steps.append(step)
-            real_now = None if real is None else real[:, t]
-            if real_now is None:
+            is_real = None if real is None else real[:, t]
+            if is_real is None:
                 state = step.state
             else:
                 pairs = zip(step.state, state, strict=True)
-                state = tuple(torch.where(real_now[:, None], after, before) for after, before in pairs)
+                state = tuple(torch.where(is_real[:, None], after, before) for after, before in pairs)
             if states is not None:
-                state = states.push(state, real_now)
+                state = states.push(state, is_real)
         h = torch.stack([step.h for step in steps], dim=1)
         if self.cross_attention is None or view is None:
             return h
@@ -92,17 +95,17 @@ class PlainDecoder(nn.Module):
         return self.output(x, h, contexts)
 
     def step(self, gates: Tensor, state: State, view: MemoryView | None, padding_bias: Tensor | None) -> RecurrentStep:
-        """One token, given the gates of its embedding and the state before it."""
+        """One token, given the projected gates of its embedding and the state before it."""
         state = self.rnn.step(gates, state)
         return RecurrentStep(state, state[self.top])
 
     def output(self, x: Tensor, h: Tensor, contexts: Tensor) -> Tensor:
-        """What the head reads (B, T, M), for all steps at once."""
+        """The head's input (B, T, M), for all steps at once."""
         return h
 
 
 class LuongDecoder(PlainDecoder):
-    """Attends after each step; h̃_t is the output and, with input feeding (§3.3), a part of the next input.
+    """Attends after each step; h̃_t is the output and, with input feeding (§3.3), part of the next input.
 
     Without input feeding, all steps run in one fused recurrence and one attention.
     """
@@ -173,7 +176,7 @@ class RecurrentMemory(Memory):
     final: State = ()
 
     def rows(self, index: Tensor) -> RecurrentMemory:
-        """Some rows of the batch, in any order and number."""
+        """The rows of the batch selected by ``index``, which may reorder and repeat them."""
         real = real_keys(self)
         mask = None if real is None else masks.valid_keys(real.index_select(0, index))
         final = tuple(part.index_select(0, index) for part in self.final)
@@ -183,18 +186,18 @@ class RecurrentMemory(Memory):
 class Bridge(nn.Module):
     """From the encoder's last state to the decoder's first: h₀ = tanh(W h + b) (Bahdanau et al. 2015), c₀ = W c + b.
 
-    Layers are paired from the top; where the decoder has more of them, the encoder's lowest serves several.
+    Layers are paired from the top; if the decoder has more layers, several of them start from the encoder's lowest.
     """
 
     def __init__(self, cell: str, d_model: int, n_from: int, n_to: int) -> None:
         super().__init__()
-        kinds = range(2 if cell == "lstm" else 1)  # h, and c
+        kinds = range(2 if cell == "lstm" else 1)  # h and, for an LSTM, c
         self.n_layers = n_to
         self.source = [kind * n_from + max(0, layer + n_from - n_to) for kind in kinds for layer in range(n_to)]
         self.maps = nn.ModuleList(linear(d_model, d_model) for _ in self.source)
 
     def forward(self, final: State) -> State:
-        mapped = [to_part(final[part]) for to_part, part in zip(self.maps, self.source, strict=True)]
+        mapped = [linear(final[part]) for linear, part in zip(self.maps, self.source, strict=True)]
         return *(torch.tanh(h) for h in mapped[: self.n_layers]), *mapped[self.n_layers :]
 
 
@@ -202,7 +205,7 @@ class Recurrent(SourceToTarget):
     """Sequence to sequence with LSTM or GRU layers.   source (B, S), target (B, T) → (B, T, V)
 
     ``alignment`` chooses the decoder: none, Bahdanau's additive, or Luong's dot, general and concat. Each direction of
-    a ``bidirectional`` encoder has half of d_model. Of ``positions`` only the -1 of padding is used.
+    a ``bidirectional`` encoder has d_model / 2 units. ``positions`` matter only where they are -1, at padding.
     """
 
     is_recurrent = True
@@ -225,20 +228,23 @@ class Recurrent(SourceToTarget):
         self._initialise()
 
     def attention_sites(self) -> list[AttentionSite]:
-        own = self.decoder.cross_attention
-        return [] if own is None else [AttentionSite("decoder.cross_attention", "cross", 0, own)]
+        module = self.decoder.cross_attention
+        return [] if module is None else [AttentionSite("decoder.cross_attention", "cross", 0, module)]
 
     def use_checkpointing(self, on: bool = True) -> None:
-        """Trade time for memory: recompute each step's scores, S · M numbers a row, in the backward pass."""
+        """Trade time for memory: recompute each step's scores, S · M numbers per row, in the backward pass."""
         if self.decoder.cross_attention is not None:
             self.decoder.cross_attention.checkpointing = on
 
     def new_cache(
         self, batch: int | None = None, max_len: int | None = None, cache_dtype: CacheDtype = "model"
     ) -> ModelCache:
-        """An empty cache for decoding. A state has one size for any length; batch and max_len make it stay in place."""
+        """An empty cache for decoding. Its size does not depend on the length of the text; with ``batch`` and
+        ``max_len``, the state is updated in place."""
         if cache_dtype != "model":
-            raise ValueError(f"cache_dtype={cache_dtype!r}: a recurrent model keeps one state, which is not rounded")
+            raise ValueError(
+                f"cache_dtype={cache_dtype!r} does not apply to a recurrent model, whose state is not rounded"
+            )
         return ModelCache([StateCache(in_place=batch is not None and max_len is not None)], [MemoryCache()])
 
     def encode(
@@ -263,9 +269,9 @@ class Recurrent(SourceToTarget):
         positions: Tensor | None = None,
         cache: ModelCache | None = None,
     ) -> Tensor:
-        """The decoder's states (B, T, M) for target tokens. Once a cache is filled, the memory may be left out."""
+        """The decoder's states (B, T, M) for target tokens. Once a cache is filled, the memory may be None."""
         if cache is not None and padding_mask is not None:
-            padding_mask = padding_mask[:, -target.shape[1] :]  # of a mask over all of the text, the new tokens' part
+            padding_mask = padding_mask[:, -target.shape[1] :]  # a mask of the whole text: keep the new tokens
         padding_mask = _real_tokens("target", target, padding_mask, positions)
         x = self.embedding_dropout(self.target_table(target))
         if cache is None:
@@ -273,7 +279,7 @@ class Recurrent(SourceToTarget):
             return self.dropout(self.decoder(x, state, view, padding_mask))
         states, seen = cache.layers[0], cache.cross[0] if cache.cross else None
         if not isinstance(states, StateCache) or not isinstance(seen, MemoryCache):
-            raise TypeError("this cache is no recurrent model's; new_cache() makes one that is")
+            raise TypeError("this is not a recurrent model's cache; new_cache() makes one")
         if not states.filled:
             view, state = self._start(memory, len(target))
             states.start(state)
@@ -282,10 +288,10 @@ class Recurrent(SourceToTarget):
         return self.dropout(self.decoder.run_steps(x, states.state(), seen.view, padding_mask, states, seen))
 
     def _start(self, memory: Memory | None, n_batch: int) -> tuple[MemoryView | None, State]:
-        """The memory's view, and the decoder's state before the first token."""
+        """The memory as keys and values (None without attention), and the decoder's state before the first token."""
         if not isinstance(memory, RecurrentMemory):
-            got = type(memory).__name__
-            raise TypeError(f"memory must come from encode(), with the encoder's last state in it, got {got}")
+            kind = type(memory).__name__
+            raise TypeError(f"memory must come from encode(), which adds the encoder's last state, got {kind}")
         if len(memory.states) != n_batch:
             raise ValueError(f"target has batch size {n_batch} but memory has {len(memory.states)}")
         attention = self.decoder.cross_attention
@@ -294,15 +300,15 @@ class Recurrent(SourceToTarget):
 
 
 def _real_tokens(name: str, tokens: Tensor, padding_mask: Tensor | None, positions: Tensor | None) -> Tensor | None:
-    """(B, T) booleans, False at padding; None where there is none."""
+    """(B, T) booleans, False at padding; None if nothing marks padding."""
     if tokens.dim() != 2 or 0 in tokens.shape:
         raise ValueError(f"{name} must be (batch, length) with at least one token, got shape {tuple(tokens.shape)}")
     real = None
-    for what, given in (("padding_mask", padding_mask), ("positions", positions)):
-        if given is None:
+    for argument, values in (("padding_mask", padding_mask), ("positions", positions)):
+        if values is None:
             continue
-        if given.shape not in (tokens.shape, tokens.shape[1:]):
-            raise ValueError(f"{name} {what} has shape {tuple(given.shape)}, but {name} has {tuple(tokens.shape)}")
-        mask = (given.bool() if what == "padding_mask" else given >= 0).expand_as(tokens)
+        if values.shape not in (tokens.shape, tokens.shape[1:]):
+            raise ValueError(f"{name} {argument} has shape {tuple(values.shape)}, but {name} has {tuple(tokens.shape)}")
+        mask = (values.bool() if argument == "padding_mask" else values >= 0).expand_as(tokens)
         real = mask if real is None else real & mask
     return real

@@ -3,13 +3,14 @@
     LSTM  i, f, o = σ(W_x x + W_h h),  g = tanh(…),  c ← f ∘ c + i ∘ g,  h ← o ∘ tanh(c)   Hochreiter & Schmidhuber 1997
     GRU   r, z = σ(W_x x + W_h h),  n = tanh(W_x x + r ∘ W_h h),  h ← (1 - z) ∘ n + z ∘ h  Cho et al. 2014; cuDNN's form
 
-Padding does not need packed sequences, which wait for the device and cannot be traced. Instead each layer reads one
-more number a token, 1 where it is padding, whose fixed weights shut the gates that write and open those that keep:
-i = 0 and f = 1, or z = 1. A state that is still 0 then stays 0, and c passes through unchanged, both exactly.
+Padding is handled without packed sequences, which synchronise with the device and cannot be traced. Instead, each
+layer has one more input per token, 1 at padding, with fixed weights that close the gates that write to the state and
+open those that keep it: i = 0 and f = 1, or z = 1. A state that is still 0 then stays 0, and c is unchanged, exactly.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -33,12 +34,15 @@ from .block import Memory
 
 State = tuple[Tensor, ...]  # (B, M) tensors: h of each layer, an LSTM's c of each layer; a decoder may add more
 
-_SHUT = 1e4  # far enough that σ is 0 or 1 in every precision, and still a number in fp16
-_ON_PADDING = {"lstm": (-_SHUT, _SHUT, 0.0, 0.0), "gru": (0.0, _SHUT, 0.0)}  # in torch's order: i f g o, and r z n
+_SATURATED = 1e4  # large enough that σ is 0 or 1 in every precision, and finite in fp16
+_PADDING_WEIGHTS = {  # of the gates in torch's order: i f g o, and r z n
+    "lstm": (-_SATURATED, _SATURATED, 0.0, 0.0),
+    "gru": (0.0, _SATURATED, 0.0),
+}
 
 
 class Rows(NamedTuple):
-    """How to move the padding of each row to its end, and back."""
+    """Moves the padding of each row to its end, and back."""
 
     order: Tensor  # (B, T) indices that move real tokens to the front
     inverse: Tensor  # (B, T) indices that undo it
@@ -61,7 +65,7 @@ class Gates(nn.Module):
 
     def __init__(self, cell: str, d_in: int, d_out: int) -> None:
         super().__init__()
-        self.cell, self.n_gates = cell, len(_ON_PADDING[cell])
+        self.cell, self.n_gates = cell, len(_PADDING_WEIGHTS[cell])
         rows = self.n_gates * d_out
         self.w_x = nn.Parameter(torch.empty(rows, d_in))
         self.w_h = nn.Parameter(torch.empty(rows, d_out))
@@ -71,7 +75,7 @@ class Gates(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Xavier-uniform gate by gate; an LSTM begins by remembering, f ≈ σ(1) (Jozefowicz et al. 2015)."""
+        """Xavier-uniform for each gate; an LSTM's forget gate starts open, f ≈ σ(1) (Jozefowicz et al. 2015)."""
         for weight in (self.w_x, self.w_h):
             for gate in weight.chunk(self.n_gates):
                 nn.init.xavier_uniform_(gate)
@@ -81,17 +85,17 @@ class Gates(nn.Module):
             nn.init.ones_(self.b_x.chunk(4)[1])
 
     def weights(self, padded: bool) -> list[Tensor]:
-        """In the order of torch's kernels; ``padded`` adds the column that reads whether a token is padding."""
+        """The weights in the order of torch's kernels; ``padded`` adds the column for the padding input."""
         w_x: Tensor = self.w_x
         if padded:
             n_units = w_x.shape[0] // self.n_gates
-            column = torch.cat([w_x.new_full((n_units, 1), value) for value in _ON_PADDING[self.cell]])
+            column = torch.cat([w_x.new_full((n_units, 1), value) for value in _PADDING_WEIGHTS[self.cell]])
             w_x = torch.cat([w_x, column], dim=1)
         return [w_x, self.w_h, self.b_x, self.b_h]
 
 
 class Recurrence(nn.Module):
-    """Layers of LSTM or GRU cells over x (B, T, d_in) → (B, T, M); reading both ways, each direction has M/2 units."""
+    """Layers of LSTM or GRU cells, x (B, T, d_in) → (B, T, M); if bidirectional, each direction has M/2 units."""
 
     def __init__(
         self, cell: str, d_in: int, d_model: int, n_layers: int, *, bidirectional: bool = False, dropout: float = 0.0
@@ -104,11 +108,11 @@ class Recurrence(nn.Module):
         self.back = nn.ModuleList(Gates(cell, width, n_units) for width in widths) if bidirectional else None
 
     def forward(self, x: Tensor, start: State | None = None) -> tuple[Tensor, State]:
-        """Unpadded rows, from a first state or 0: all outputs, and the state after the last token."""
+        """Rows without padding, from an initial state or 0: all outputs (B, T, M) and the last state."""
         return self._run_fused(x, range(self.n_layers), start)
 
     def forward_padded(self, x: Tensor, real: Tensor) -> tuple[Tensor, State]:
-        """Rows that end in padding, ``real`` (B, T) False there: outputs, 0 at padding, and the rows' last states."""
+        """Rows that end in padding, where ``real`` (B, T) is False: outputs, 0 at padding, and the last states."""
         padding = (~real)[..., None]
         last_token = (real.sum(1, keepdim=True) - 1).clamp(min=0)[..., None]  # (B, 1, 1)
         finals: list[State] = []
@@ -118,7 +122,7 @@ class Recurrence(nn.Module):
             x = torch.cat([x, padding.to(x.dtype)], dim=-1)
             x, final = self._run_fused(x, range(layer, layer + 1), padded=True)
             x = x.masked_fill(padding, 0.0)
-            # Padding leaves c unchanged but not h. The backward direction ends at the first token, where h is right.
+            # Padding keeps c but not h, so h is read at the last token. The backward direction ends at the first token.
             h = x[..., : self.n_units].gather(1, last_token.expand(-1, -1, self.n_units))[:, 0]
             finals.append((torch.cat([h, final[0][:, self.n_units :]], dim=-1), *final[1:]))
         return x, tuple(part for kind in zip(*finals, strict=True) for part in kind)
@@ -126,9 +130,9 @@ class Recurrence(nn.Module):
     def _run_fused(
         self, x: Tensor, layers: range, start: State | None = None, padded: bool = False
     ) -> tuple[Tensor, State]:
-        """Some layers in one call of torch's kernel (cuDNN on a GPU)."""
-        gates = [one for layer in layers for one in self._directions(layer)]
-        weights = _contiguous_weights([one.weights(padded) for one in gates])
+        """The given layers in one call of torch's kernel (cuDNN on a GPU)."""
+        gates = [direction for layer in layers for direction in self._directions(layer)]
+        weights = _contiguous_weights([direction.weights(padded) for direction in gates])
         if start is None:
             state = [x.new_zeros(len(gates), x.shape[0], self.n_units)] * (2 if self.cell == "lstm" else 1)
         else:
@@ -142,23 +146,24 @@ class Recurrence(nn.Module):
         """x (B, T, d_in), h and an LSTM's c (layers · directions, B, units) → (B, T, M) and the last state."""
         n_layers = len(weights) // 4 // (1 if self.back is None else 2)
         options = (True, n_layers, self.dropout, self.training, self.back is not None, True)
-        if self.cell == "lstm":
-            return torch.lstm(x, state, weights, *options)
-        return torch.gru(x, state[0], weights, *options)
+        with torch.backends.mkldnn.flags(enabled=False) if _lacks_half_kernel(x) else nullcontext():
+            if self.cell == "lstm":
+                return torch.lstm(x, state, weights, *options)
+            return torch.gru(x, state[0], weights, *options)
 
     def _directions(self, layer: int) -> list[Gates]:
         stacks = [self.ahead] if self.back is None else [self.ahead, self.back]
         return [cast(Gates, stack[layer]) for stack in stacks]
 
-    # ---- one step at a time, for decoders that feed back what they saw
+    # ---- one step at a time, for decoders that feed back the output of attention
 
     def project(self, x: Tensor) -> Tensor:
-        """The first layer's W_x x + b_x of all tokens at once; further inputs of a step are added by ``feed``."""
+        """The first layer's W_x x + b_x for all tokens at once; ``feed`` adds the other inputs of a step."""
         (first,) = self._directions(0)
         return F.linear(x, first.w_x[:, : x.shape[-1]], first.b_x)
 
     def feed(self, gates: Tensor, fed: Tensor) -> Tensor:
-        """Add the part of W_x that reads what is fed back, the last columns: gates (B, gates · M), fed (B, M)."""
+        """Add W_x fed, with the last columns of W_x, to the gates (B, gates · M); fed (B, M) is fed back."""
         (first,) = self._directions(0)
         return torch.addmm(gates, fed, first.w_x[:, -fed.shape[-1] :].t())
 
@@ -180,11 +185,18 @@ class Recurrence(nn.Module):
         return *hs, *cs
 
 
+def _lacks_half_kernel(x: Tensor) -> bool:
+    """Whether oneDNN, whose half-precision kernels need AVX-512, lacks the kernel that this input would run."""
+    is_half = x.dtype != torch.float32 or torch.is_autocast_enabled("cpu")
+    return x.device.type == "cpu" and is_half and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def _contiguous_weights(weights: list[list[Tensor]]) -> list[Tensor]:
-    """The weights flattened; on a GPU as views of one block, or cuDNN would copy them and warn."""
+    """The weights as one list; on a GPU as views of one tensor, which saves cuDNN's copy and its warning."""
     if not weights[0][0].is_cuda:
-        return [weight for one in weights for weight in one]
-    parts = [part for some in (slice(0, 2), slice(2, 4)) for one in weights for part in one[some]]
+        return [weight for layer in weights for weight in layer]
+    parts = [part for layer in weights for part in layer[:2]]  # matrices first, as in cuDNN's own layout
+    parts += [part for layer in weights for part in layer[2:]]
     block = torch.cat([part.flatten() for part in parts]).split([part.numel() for part in parts])
     views = [flat.view_as(part) for flat, part in zip(block, parts, strict=True)]
     matrices, biases = views[: len(views) // 2], views[len(views) // 2 :]
@@ -206,7 +218,7 @@ def _gru(from_x: Tensor, from_h: Tensor, h: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MemoryView:
-    """A memory as keys and values of one head; the mechanism has already transformed the keys."""
+    """A memory as keys and values of one head, with the mechanism's transformation applied to the keys."""
 
     k: Tensor  # (B, 1, S, D)
     v: Tensor  # (B, 1, S, M) the encoder's states, 0 at padding
@@ -218,7 +230,7 @@ class MemoryView:
         return MemoryView(k, v, None if self.real is None else self.real.index_select(0, index))
 
     def padding_bias(self) -> Tensor | None:
-        """(B, 1, 1, S) to add to scores: -inf at padding. A row of padding alone stays visible: its values are 0."""
+        """(B, 1, 1, S) added to the scores: -inf at padding. A row of only padding stays visible: its values are 0."""
         if self.real is None:
             return None
         visible = self.real | ~self.real.any(-1, keepdim=True)
@@ -226,31 +238,31 @@ class MemoryView:
 
 
 class Alignment(nn.Module):
-    """Attention of a decoder's state to the encoder's, one head: Σ_j α_ij h_j with α_i = softmax_j(score(s_i, h_j)).
+    """One head of attention from a decoder's state to the encoder's: Σ_j α_ij h_j, α_i = softmax_j(score(s_i, h_j)).
 
-    The scores are ``regard.attention``'s mechanisms: additive (Bahdanau et al. 2015, eq. 6), dot, general and concat
+    The scores are mechanisms of ``regard.attention``: additive (Bahdanau et al. 2015, eq. 6), dot, general and concat
     (Luong et al. 2015, eq. 8).
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         scores: dict[str, type[Additive | General]] = {"additive": Additive, "general": General, "concat": Concat}
-        one_head = scores.get(config.alignment)
-        self.mechanism: Mechanism = Dot(scale=1.0) if one_head is None else one_head(1, config.d_model)
+        score = scores.get(config.alignment)
+        self.mechanism: Mechanism = Dot(scale=1.0) if score is None else score(1, config.d_model)
         self.dropout, self.backend = config.attention_dropout, config.attention_backend
-        self.checkpointing = False  # recompute a step's scores in the backward pass; set from outside
+        self.checkpointing = False  # recompute scores in the backward pass; set by Recurrent.use_checkpointing
 
     def view(self, memory: Memory) -> MemoryView:
-        """The memory with its keys transformed once for all queries."""
+        """The memory as keys, transformed once for all queries, and values."""
         n_batch, n_keys, _ = memory.states.shape
-        # Keys are transformed independently: as one long row they are a single matrix product.
+        # Keys are transformed independently, so one long row makes it a single matrix product.
         keys = self.mechanism.keys(memory.states.reshape(1, 1, n_batch * n_keys, -1))
         v = memory.states[:, None]
         same = type(self.mechanism).keys is Mechanism.keys
         return MemoryView(v if same else keys.view(n_batch, 1, n_keys, -1), v, real_keys(memory))
 
     def attend_one(self, state: Tensor, view: MemoryView, padding_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The query (B, 1, 1, D) and context (B, M) of one state (B, M); unchecked: it runs for each target token."""
+        """The query (B, 1, 1, D) and context (B, M) of one state (B, M). No checks: it runs for each target token."""
         q = self.mechanism.queries(state[None, None]).transpose(0, 2)  # (1, 1, B, D) → (B, 1, 1, D)
         if has_edits(self):
             return q, self._attend(q, view)[1][:, 0, 0]
@@ -265,7 +277,7 @@ class Alignment(nn.Module):
         return (weights.to(view.v.dtype) @ view.v)[:, 0, 0]
 
     def attend_all(self, states: Tensor, view: MemoryView) -> Tensor:
-        """The attention of all states (B, T, M) at once, where no step waits for another's: → (B, T, M)."""
+        """The contexts (B, T, M) of all states (B, T, M) at once, for decoders that feed nothing back."""
         n_batch, n_queries, width = states.shape
         q = self.mechanism.queries(states.reshape(1, 1, -1, width)).view(n_batch, 1, n_queries, -1)
         return tap_attention(self, *self._attend(q, view))[:, 0]
@@ -276,7 +288,7 @@ class Alignment(nn.Module):
         return call, apply_edits_to_heads(self, call, run(call, self.backend).output)
 
     def record_attention(self, q: Tensor, contexts: Tensor, view: MemoryView, cache: Cache | None) -> None:
-        """Show attention that was computed step by step to the recorder as one: q (B, 1, T, D), contexts (B, T, M)."""
+        """Report attention that was computed step by step as one tap: q (B, 1, T, D), contexts (B, T, M)."""
         tap_attention(self, apply_edits_to_call(self, self._call(q, view)), contexts[:, None], cache)
 
     def _call(self, q: Tensor, view: MemoryView, dropout: float = 0.0) -> AttentionCall:
@@ -289,7 +301,7 @@ _ONE_HEAD = Frame.aligned(1, 1, 1, 1)
 
 
 def real_keys(memory: Memory) -> Tensor | None:
-    """(B, S) False at the memory's padding; None where there is none."""
+    """(B, S) booleans, False at the memory's padding; None without a mask."""
     if memory.mask is None:
         return None
     n_batch, n_keys, _ = memory.states.shape
@@ -298,7 +310,7 @@ def real_keys(memory: Memory) -> Tensor | None:
 
 
 class MemoryCache(CrossCache):
-    """The memory's view, kept for decoding; as a cache it holds the encoder's states as keys and values."""
+    """The memory's view, kept for decoding; as a Cache, its keys and values are the encoder's states."""
 
     def reset(self) -> None:
         super().reset()
@@ -318,20 +330,22 @@ class MemoryCache(CrossCache):
 
 
 class StateCache(Cache):
-    """A decoder's present state and the 16 before it, so that ``truncate`` can take tokens back.
+    """A decoder's current state and the 16 before it, so that ``truncate`` can remove up to 16 tokens.
 
-    Its size does not depend on the length of the text. ``in_place`` always writes to the same memory, for CUDA graphs;
-    gradients then do not pass.
+    Its size does not depend on the length of the text. With ``in_place`` it always writes to the same memory, for CUDA
+    graphs, and passes no gradients.
     """
 
-    n_states = 17  # the present one and those before it
+    n_states = 17  # the current state and the 16 before it
 
     def __init__(self, in_place: bool = False) -> None:
         self.in_place = in_place
-        self._state = self._past = torch.empty(0)  # (B, W), all tensors of the state side by side, and (n_states, B, W)
-        self._lengths = torch.zeros(1, dtype=torch.int64)  # (B,)
-        self._past_lengths = self._slot = self._lengths  # (n_states, B), -1 where empty; next slot
-        self._widths: list[int] = []
+        self._state = torch.empty(0)  # (B, W): the tensors of the state, concatenated
+        self._past = self._state  # (n_states, B, W): a ring of the last states
+        self._lengths = torch.zeros(1, dtype=torch.int64)  # (B,) tokens so far
+        self._past_lengths = self._lengths  # (n_states, B): the length at each state of the ring, -1 where empty
+        self._slot = self._lengths  # (1,) where the ring is written next
+        self._widths: list[int] = []  # widths of the tensors in _state
         self.reset()
 
     def reset(self) -> None:
@@ -352,17 +366,17 @@ class StateCache(Cache):
         self._past_lengths = self._put(self._past_lengths, zeros.repeat(self.n_states, 1) - 1)
         self._slot = self._put(self._slot, zeros[:1].clone())
         self.filled = True
-        self._remember()
+        self._record()
 
     def state(self) -> State:
         if not self.filled:
-            raise ValueError("an empty StateCache has no state: start(state) has to come first")
+            raise ValueError("an empty StateCache has no state: call start(state) first")
         return self._state.split(self._widths, dim=-1)
 
     def push(self, state: State, real: Tensor | None = None) -> State:
-        """The state after one more token, which was padding in the rows where ``real`` (B,) is False."""
+        """Write the state after one more token, which is padding in the rows where ``real`` (B,) is False."""
         self._move(torch.cat(state, dim=-1), self._lengths + (1 if real is None else real))
-        self._remember()
+        self._record()
         return self.state()
 
     def _move(self, state: Tensor, lengths: Tensor) -> None:
@@ -374,13 +388,14 @@ class StateCache(Cache):
         fits = (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
         return old.copy_(new.detach()) if fits else new.detach().clone()
 
-    def _remember(self) -> None:
+    def _record(self) -> None:
+        """Copy the current state to the ring of past states."""
         self._past.index_copy_(0, self._slot, self._state.detach()[None])
         self._past_lengths.index_copy_(0, self._slot, self._lengths[None])
         self._slot.add_(1).remainder_(self.n_states)
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b continues row beam_index[b]; a longer index makes the batch grow."""
+        """Row b continues row beam_index[b]; the index may be longer than the batch."""
         if self.filled:
             self._move(self._state.index_select(0, beam_index), self._lengths.index_select(0, beam_index))
             self._past = self._put(self._past, self._past.index_select(1, beam_index))
@@ -393,8 +408,8 @@ class StateCache(Cache):
         lengths = self._lengths.clamp(max=length)
         slot = (self._past_lengths == lengths).byte().argmax(0)  # (B,)
         earlier = self._past[slot, torch.arange(len(slot), device=slot.device)]
-        goes_back = lengths < self._lengths  # the state of other rows stays, and with it its history
-        self._move(torch.where(goes_back[:, None], earlier, self._state), lengths)
+        shortened = lengths < self._lengths  # other rows keep their state and its gradient history
+        self._move(torch.where(shortened[:, None], earlier, self._state), lengths)
         self._past_lengths.masked_fill_(self._past_lengths > lengths, -1)
 
     def check_truncate(self, length: int | Tensor) -> None:
@@ -403,8 +418,8 @@ class StateCache(Cache):
             return
         lengths = self._lengths.clamp(max=length)
         if not (self._past_lengths == lengths).any(0).all():
-            back, most = int((self._lengths - lengths).max()), self.n_states - 1
-            raise ValueError(f"length={length} takes back {back} tokens, but the last {most} states are kept")
+            n_removed, n_kept = int((self._lengths - lengths).max()), self.n_states - 1
+            raise ValueError(f"length={length} removes {n_removed} tokens, but only the last {n_kept} states are kept")
 
     def memory(self) -> int:
         return n_bytes(self._state, self._past, self._lengths, self._past_lengths) if self.filled else 0

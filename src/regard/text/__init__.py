@@ -1,4 +1,4 @@
-"""Text to token ids and back, images to pixels, classes to names."""
+"""Tokenizers, image processors and class names: everything between user data and a model's tensors."""
 
 from .image_processor import ImageProcessor
 from .processor import Processor, read_processor

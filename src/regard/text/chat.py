@@ -1,8 +1,8 @@
-"""Chats as token ids: a model's chat template, written in Jinja, and which of the tokens are answers.
+"""Chats as token ids, through a model's Jinja chat template, with a mask of the tokens that are answers.
 
-A template is data that came with a model, so it is rendered in a sandbox: it can read the messages and nothing else.
-Each answer is encoded apart from what stands before it, so that a model learns to answer after exactly the tokens that
-a prompt has when it is asked.
+A template is untrusted data that came with a model, so it is rendered in a sandbox with access to the messages only.
+Each answer is encoded separately from the text before it, so that the prompt in training has exactly the tokens of the
+prompt in generation.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any
 from ..errors import BadData, BadModelFile
 from .tokenizer import EOS, Tokenizer, replace_surrogates
 
-Message = tuple[str, str]  # who speaks (system, user, assistant) and what they say
-ANSWERS = "assistant"
+Message = tuple[str, str]  # role (system, user, assistant) and content
+ANSWERS = "assistant"  # the role whose messages are the answers to learn
 TEMPLATE_FILE = "chat_template.jinja"
-# The role and a line of its own for what is said; an answer ends as documents do.
+# The role, a newline, and the content; an answer ends with <eos>, as documents do.
 PLAIN = (
     "{{ bos_token }}{% for message in messages %}{{ message['role'] }}:\n"
     "{{ message['content'] }}{{ eos_token if message['role'] == 'assistant' else '\n\n' }}"
     "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
 )
-# What stands for the special tokens while the template of a tokenizer learned here is rendered: such a tokenizer reads
-# "<eos>" as five characters. Both are of Unicode's private use.
+# Private-use characters that stand for special tokens while a template is rendered for a tokenizer that would encode
+# "<eos>" as five characters.
 _MARKS = {"bos_token": "\ue000", "eos_token": "\ue001"}
 
 
 @dataclass(frozen=True)
 class EncodedChat:
-    """Token ids, and which of them the model is to write itself."""
+    """Token ids, and for each whether it belongs to an answer, which the model learns to write."""
 
     ids: list[int]
     is_answer: list[bool]
@@ -42,66 +42,67 @@ class EncodedChat:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and the tokenizer it is for."""
+    """A Jinja chat template and the tokenizer that encodes its output."""
 
     template: str
     tokenizer: Tokenizer
 
     def encode(self, messages: Sequence[Message]) -> EncodedChat:
-        """A chat to learn from: the answers are those of the assistant, each with the token that ends it.
+        """Encode a chat for training: the answers are the assistant's messages, each with the token that ends it.
 
-        A template may write an answer otherwise once the chat goes on (without its thoughts): then the last one counts.
+        Some templates render an earlier answer differently once the chat goes on, for example without its reasoning.
+        Then only the answers from that point on are learned; the earlier ones become part of the prompt.
         """
         ids: list[int] = []
         is_answer: list[bool] = []
-        text = ""  # of what is encoded so far
-        for count, (role, _) in enumerate(messages):
-            if role == ANSWERS:
-                prompt, answered = (
-                    self.render(messages[:count], ask=True),
-                    self.render(messages[: count + 1], ask=False),
-                )
-                if not answered.startswith(prompt):
-                    raise BadData("the chat template asks for an answer in another way than it writes one")
-                if not prompt.startswith(text):
-                    ids, is_answer, text = [], [], ""
-                before, answer = self._encode_text(prompt[len(text) :]), self._encode_text(answered[len(prompt) :])
-                n, answer = _with_end(answer, self._ids["eos_token"])
-                ids += [*before, *answer]
-                is_answer += [*[False] * len(before), *[True] * n, *[False] * (len(answer) - n)]
-                text = answered
+        text = ""  # the text encoded so far
+        for n, (role, _) in enumerate(messages):
+            if role != ANSWERS:
+                continue
+            prompt = self.render(messages[:n], ask=True)
+            answered = self.render(messages[: n + 1], ask=False)
+            if not answered.startswith(prompt):
+                raise BadData("the chat template writes an answer differently from the prompt that asks for it")
+            if not prompt.startswith(text):
+                ids, is_answer, text = [], [], ""
+            before, answer = self._encode_text(prompt[len(text) :]), self._encode_text(answered[len(prompt) :])
+            n_learned, answer = _with_end(answer, self._ids["eos_token"])
+            ids += [*before, *answer]
+            is_answer += [*[False] * len(before), *[True] * n_learned, *[False] * (len(answer) - n_learned)]
+            text = answered
         return EncodedChat(ids, is_answer)
 
     def encode_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """What a model is asked: the chat so far and the beginning of its answer."""
+        """Encode a chat for generation: the messages and the header of the answer to come."""
         n_answered = max((n for n, (role, _) in enumerate(messages, start=1) if role == ANSWERS), default=0)
         before, text = self.encode(messages[:n_answered]).ids, self.render(messages[:n_answered], ask=False)
         prompt = self.render(messages, ask=True)
-        goes_on = n_answered > 0 and prompt.startswith(text)
-        return [*before, *self._encode_text(prompt[len(text) :])] if goes_on else self._encode_text(prompt)
+        if n_answered > 0 and prompt.startswith(text):
+            return [*before, *self._encode_text(prompt[len(text) :])]
+        return self._encode_text(prompt)
 
     def render(self, messages: Sequence[Message], *, ask: bool) -> str:
-        """The text of a chat; ``ask`` adds the beginning of an answer."""
+        """The text of a chat; ``ask`` appends the header of the next answer."""
         from jinja2 import TemplateError
 
-        said = [{"role": role, "content": _without_marks(content)} for role, content in messages]
+        fields = [{"role": role, "content": _without_marks(content)} for role, content in messages]
         try:
-            return str(_compile(self.template).render(messages=said, add_generation_prompt=ask, **self._tokens))
+            return str(_compile(self.template).render(messages=fields, add_generation_prompt=ask, **self._tokens))
         except TemplateError as error:
-            raise BadData(f"the chat template refuses these messages: {error}") from None
+            raise BadData(f"the chat template rejects these messages: {error}") from None
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise BadData(f"the chat template cannot be rendered: {error}") from None
 
     @property
     def _ids(self) -> dict[str, int | None]:
-        """Where a chat begins and where an answer ends; documents of a model made here begin with <eos>, too."""
+        """The ids of bos and eos; with a native tokenizer both are <eos>, which also separates documents."""
         if self.tokenizer.is_native:
             return dict.fromkeys(_MARKS, EOS)
         return {f"{name}_token": self.tokenizer.special_ids.get(name) for name in ("bos", "eos")}
 
     @property
     def _has_marks(self) -> bool:
-        """Whether special tokens in a text would be read as text: then characters of no text stand for them."""
+        """Whether the tokenizer encodes special tokens in a text literally, so that ``_MARKS`` must stand for them."""
         return self.tokenizer.is_native or self.tokenizer.has_literal_special_tokens
 
     @property
@@ -111,17 +112,19 @@ class ChatTemplate:
         return {name: self.tokenizer.token(index) or "" for name, index in self._ids.items()}
 
     def _encode_text(self, text: str) -> list[int]:
-        """Without special tokens but those of the template."""
+        """Encode rendered text, adding no special tokens beyond those of the template."""
         ids: list[int] = []
         for part in re.split(f"({'|'.join(_MARKS.values())})", text) if self._has_marks else [text]:
             name = next((name for name, mark in _MARKS.items() if mark == part), None)
-            new = self.tokenizer.encode(replace_surrogates(part), special=False) if name is None else [self._ids[name]]
-            ids += [index for index in new if index is not None]
+            if name is None:
+                ids += self.tokenizer.encode(replace_surrogates(part), special=False)
+            elif (special := self._ids[name]) is not None:
+                ids.append(special)
         return ids
 
 
 def _with_end(ids: list[int], end: int | None) -> tuple[int, list[int]]:
-    """An answer that has the end token, and how many of its tokens there are up to it."""
+    """Append the end token if the answer has none; returns the number of tokens up to the last one, and the answer."""
     if end is None:
         return len(ids), ids
     ids = ids if end in ids else [*ids, end]
@@ -134,15 +137,15 @@ def _without_marks(text: str) -> str:
 
 @cache
 def _compile(template: str) -> Any:
-    """A template with what those of Hugging Face models may use, and nothing beyond."""
+    """Compile a template with only the extensions that transformers provides to chat templates."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """``{% generation %} … {% endgeneration %}`` marks answers for transformers; here it is only its content."""
+        """``{% generation %} … {% endgeneration %}``, with which transformers marks answers, renders as its content."""
 
-        tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+        tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as a mutable class attribute
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
@@ -162,37 +165,38 @@ def _compile(template: str) -> Any:
 
 
 def read_template(name: str) -> str:
-    """``plain``, or the content of a Jinja file."""
+    """The template named ``plain``, or the content of a Jinja file."""
     if name == "plain":
         return PLAIN
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise BadData(f"data.chat_template={name}: neither plain nor a Jinja file that can be read: {reason}") from None
+        raise BadData(f"data.chat_template={name} is neither plain nor a readable Jinja file: {reason}") from None
 
 
 def template_in(files: Mapping[str, bytes]) -> str | None:
-    """The chat template among the files of a tokenizer, where transformers keeps it."""
+    """The chat template among a tokenizer's files: chat_template.jinja, or a field of tokenizer_config.json."""
     if (content := files.get(TEMPLATE_FILE)) is not None:
         return content.decode("utf-8", "replace")
     try:
-        found = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
+        template = json.loads(files.get("tokenizer_config.json", b"{}")).get("chat_template")
     except (ValueError, AttributeError):
         return None
-    if isinstance(found, list):  # several by name
-        found = next((x.get("template") for x in found if isinstance(x, dict) and x.get("name") == "default"), None)
-    return found if isinstance(found, str) else None
+    if isinstance(template, list):  # several named templates
+        named = [x for x in template if isinstance(x, dict)]
+        template = next((x.get("template") for x in named if x.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
 
 
 def read_messages(value: Any) -> tuple[Message, ...] | None:
-    """Messages from a list of ``{"role", "content"}``, of ShareGPT's ``{"from", "value"}``, or of pairs of the two;
-    None where it is something else."""
+    """Messages from a list of ``{"role", "content"}``, ShareGPT's ``{"from", "value"}``, or (role, content) pairs;
+    None if ``value`` is anything else."""
     if not isinstance(value, list | tuple) or not value:
         return None
     messages = []
-    for each in value:
-        match each:
+    for item in value:
+        match item:
             case {"role": role, "content": content} | {"from": role, "value": content} | (role, content):
                 pass
             case _:

@@ -1,4 +1,4 @@
-"""Images to pixels as a model's preprocessor_config.json describes, done with Pillow."""
+"""Images to pixel tensors, following a model's preprocessor_config.json."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from ..config import ModelConfig
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_SIDE = 65_535  # pixels, as in JPEG; Pillow takes time and memory for each row of an image, however short
-_MAX_RESIZED = 50_000_000  # pixels
+MAX_SIDE = 65_535  # pixels, JPEG's own limit; Pillow spends time and memory on every row, however short
+_MAX_RESIZED = 50_000_000  # pixels of an image after resizing
 _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb")
+_KINDS = ("ViT", "CLIP", "Siglip", "DeiT", "Bit")  # Bit's processor is also DINOv2's
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
 def eight_bit(image: Image) -> Image:
-    """Grey levels of 16 bits as levels of 8, by their share of white; Pillow would cut them off at 255."""
+    """Scale 16-bit grey levels to 8 bits; Pillow's own conversion would clip them at 255. Other images are returned."""
     import numpy as np
     from PIL.Image import fromarray
 
-    if not image.mode.startswith("I"):  # I;16 in either order of bytes, and I, as which Pillow opens some such files
+    if not image.mode.startswith("I"):  # I;16 in either byte order, or I, the mode in which Pillow opens some of them
         return image
     return fromarray((np.asarray(image).clip(0, 65535) / 257).round().astype(np.uint8))
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Resize, crop the middle, scale to [0, 1], normalise per channel; None leaves a step out."""
+    """Resize, centre-crop, rescale to [0, 1] and normalise per channel; ``size`` or ``crop`` None skips the step."""
 
-    size: tuple[int, int] | int | None  # height and width to resize to; one number: the shorter side, shape kept
+    size: tuple[int, int] | int | None  # height and width, or the shorter side with the aspect ratio preserved
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     rescale: float = 1 / 255
-    resample: int = 2  # Pillow's number for the filter; 2 is bilinear
-    crop: tuple[int, int] | None = None  # height and width of the middle; a smaller image is padded with black
+    resample: int = 2  # Pillow's number of the filter; 2 is bilinear
+    crop: tuple[int, int] | None = None  # height and width of the centre; a smaller image is padded with black
 
     def __call__(self, image: Image) -> Tensor:
-        """pixels (1, C, height, width)"""
+        """Pixels (1, C, height, width) as float32."""
         from PIL.Image import Resampling
 
         image = eight_bit(image).convert("L" if len(self.mean) == 1 else "RGB")
@@ -58,33 +59,35 @@ class ImageProcessor:
         return ((pixels - mean[:, None, None]) / std[:, None, None])[None]
 
     def _target_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height after resizing; the longer side is rounded down, as transformers does."""
+        """Width and height after resizing; the longer side is rounded down, as in transformers."""
         if isinstance(self.size, tuple):
             return self.size[1], self.size[0]
         side = self.size or 0
         longer = int(side * max(width, height) / min(width, height))
         if side * longer > _MAX_RESIZED:
-            raise ValueError(f"the image has {width} × {height} pixels, too long a strip for a shorter side of {side}")
+            raise ValueError(f"an image of {width} × {height} pixels is too long to resize to a shorter side of {side}")
         return (side, longer) if width <= height else (longer, side)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any], config: ModelConfig) -> ImageProcessor:
-        """From the fields of a preprocessor_config.json; unsupported steps are refused by name."""
-        clip = _is_clip(fields)
+        """Build a processor from the fields of a preprocessor_config.json; raises ValueError on an unsupported step."""
+        kind = _kind(fields)
+        clip = kind in ("CLIP", "Bit")
         for name, value in fields.items():
             if value and (name == "use_square_size" or (name.startswith("do_") and name not in _STEPS)):
-                raise ValueError(f"{name}={value!r}; regard does {', '.join(_STEPS)}")
-        # As in transformers, a missing field means the default of its kind, and null that the step is left out.
+                raise ValueError(f"{name}={value!r} is not supported; the supported steps are {', '.join(_STEPS)}")
+        # As in transformers, a missing field means the default of its kind, and null skips the step.
         side = config.image_size
         mean, std = _mean_and_std(fields, config.n_channels, clip)
         size, resample, crop = None, 2, None
         if fields.get("do_resize", True):
-            size = _size("size", fields.get("size", side), square=not clip)
-            resample = fields.get("resample", 3 if clip else 2)
+            size = _size("size", fields.get("size", 256 if kind == "DeiT" else side), square=kind in ("ViT", "DeiT"))
+            resample = fields.get("resample", 2 if kind == "ViT" else 3)
             if resample not in range(6):
-                raise ValueError(f"resample={resample!r} is none of Pillow's filters, 0 to 5")
-        if fields.get("do_center_crop", clip):
-            if (crop_size := fields.get("crop_size", side if clip else None)) is None:
+                raise ValueError(f"resample={resample!r} is not one of Pillow's filters, 0 to 5")
+        crops = clip or kind == "DeiT"
+        if fields.get("do_center_crop", crops):
+            if (crop_size := fields.get("crop_size", side if crops else None)) is None:
                 raise ValueError("do_center_crop=True, but there is no crop_size")
             sides = _size("crop_size", crop_size, square=True)
             if isinstance(sides, int):
@@ -94,7 +97,7 @@ class ImageProcessor:
         return cls(size, mean, std, rescale, int(resample), crop)
 
     def fields(self) -> dict[str, Any]:
-        """As transformers writes them."""
+        """The fields of a preprocessor_config.json that transformers reads the same way."""
 
         def sides(size: tuple[int, int] | int | None) -> dict[str, int] | None:
             if isinstance(size, int):
@@ -118,24 +121,25 @@ class ImageProcessor:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def _is_clip(fields: Mapping[str, Any]) -> bool:
-    """CLIP's processor differs from ViT's in its defaults, and in what one number for the size means."""
+def _kind(fields: Mapping[str, Any]) -> str:
+    """The kind of processor, which determines the defaults and the meaning of a size given as one number."""
     name = fields.get("image_processor_type") or fields.get("feature_extractor_type") or "ViTImageProcessor"
-    for clip, kind in ((True, "CLIP"), (False, "ViT")):
+    for kind in _KINDS:
         if name in (f"{kind}FeatureExtractor", *(f"{kind}ImageProcessor{x}" for x in ("", "Fast", "Pil"))):
-            return clip
-    raise ValueError(f"image_processor_type={name!r}; regard does what ViTImageProcessor and CLIPImageProcessor do")
+            return kind
+    known = ", ".join(f"{kind}ImageProcessor" for kind in _KINDS)
+    raise ValueError(f"image_processor_type={name!r} is not supported; the supported types are {known}")
 
 
 def _mean_and_std(fields: Mapping[str, Any], n: int, clip: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each of the n channels; 0 and 1 without the step."""
+    """Mean and standard deviation of each of the n channels; 0 and 1 if normalisation is off."""
     if not fields.get("do_normalize", True):
         return (0.0,) * n, (1.0,) * n
     statistics = []
     for name, default in (("image_mean", _CLIP_MEAN), ("image_std", _CLIP_STD)):
         values = fields.get(name, default if clip else (0.5,) * n)
         if not isinstance(values, list | tuple) or len(values) != n:
-            raise ValueError(f"{name}={values!r} is not one number for each of n_channels={n}")
+            raise ValueError(f"{name}={values!r} must have one number for each of n_channels={n}")
         statistics.append(tuple(float(x) for x in values))
     if not min(statistics[1]) > 0:
         raise ValueError(f"image_std={statistics[1]} must be positive")
@@ -143,6 +147,7 @@ def _mean_and_std(fields: Mapping[str, Any], n: int, clip: bool) -> tuple[tuple[
 
 
 def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
+    """(height, width), or the shorter side; ``square``: a single number means a square."""
     if isinstance(size, Mapping):
         size = {side: value for side, value in size.items() if value is not None}
     sides: tuple[int, int] | int
@@ -156,9 +161,9 @@ def _size(name: str, size: Any, square: bool) -> tuple[int, int] | int:
         case [int(height), int(width)]:
             sides = height, width
         case _:
-            raise ValueError(f"{name}={size!r} is neither a number, nor height and width, nor shortest_edge")
+            raise ValueError(f"{name}={size!r} is not a number, a height and width, or a shortest_edge")
     both = (sides, sides) if isinstance(sides, int) else sides
     if not 1 <= min(both) <= max(both) <= MAX_SIDE or math.prod(both) > _MAX_RESIZED:
-        most = f"at least 1 pixel and at most {_MAX_RESIZED:,}, a side at most {MAX_SIDE:,}"
-        raise ValueError(f"{name}={str(size)[:80]} must have {most}")
+        limits = f"at least 1 pixel and at most {_MAX_RESIZED:,}, with no side over {MAX_SIDE:,}"
+        raise ValueError(f"{name}={str(size)[:80]} must have {limits}")
     return sides

@@ -1,4 +1,4 @@
-"""A model's tokenizers, image processor and class names, and the files they are read from and written to."""
+"""A model's processor, that is its tokenizers, image processor and class names, and the files that store it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from ..config import ModelConfig
 from ..errors import BadModelFile
-from ..foundation.jsonio import to_json
+from ..foundation.jsonio import parse_json, to_json
 from .chat import TEMPLATE_FILE, ChatTemplate, template_in
 from .image_processor import ImageProcessor
 from .tokenizer import MarianTokenizer, Tokenizer
 from .vocabulary_files import read_vocabulary
 
-# What a special token is called in tokenizer_config.json, then how it is usually written.
+# For each special token: its fields in tokenizer_config.json, and the usual spellings.
 _SPECIAL_TOKENS = {
     "bos": (("bos_token", "cls_token"), ()),
     "eos": (("eos_token", "sep_token"), ()),
@@ -24,17 +24,18 @@ _SPECIAL_TOKENS = {
 }
 ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"
 IMAGE, TOKENIZER_CONFIG = "preprocessor_config.json", "tokenizer_config.json"
-# Files beside the tokenizer that only other programs read; they are written back unchanged.
+PROMPTS = "config_sentence_transformers.json"  # the prompts to prepend to texts before they are embedded
+# Files beside the tokenizer that other programs read; they are written back unchanged.
 _COMPANIONS = (
     *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
-    *("source.spm", "target.spm", "target_vocab.json", IMAGE),
+    *("source.spm", "target.spm", "target_vocab.json", IMAGE, PROMPTS),
 )
 PROCESSOR_FILES = (ONE, SOURCE, TARGET, *_COMPANIONS)
 
 
 class ModelFiles(Protocol):
-    """What ``read_processor`` needs of a model directory."""
+    """The interface of a model directory that ``read_processor`` needs."""
 
     @property
     def root(self) -> Path: ...
@@ -48,27 +49,41 @@ class ModelFiles(Protocol):
 
 @dataclass(frozen=True)
 class Processor:
-    """``source``: tokenizer of what the model reads; ``target``: of what it writes, None where it is the source's."""
+    """Everything that prepares a model's inputs and reads its outputs.
+
+    ``source`` is the tokenizer of the inputs, ``target`` that of the outputs, or None if they share one.
+    """
 
     source: Tokenizer | None = None
     target: Tokenizer | None = None
     image: ImageProcessor | None = None
     labels: tuple[str, ...] | None = None
-    chat_template: str | None = None  # in Jinja: how messages become the text a model reads
-    companions: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # files that only other programs read
+    chat_template: str | None = None  # Jinja template that writes messages as text
+    companions: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # files for other programs, by name
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The only tokenizer; ValueError where there are two or none."""
+        """The only tokenizer; raises ValueError if there are two or none."""
         tokenizers = [x for x in (self.source, self.target) if x is not None]
         if len(tokenizers) != 1:
-            raise ValueError(f"there are {len(tokenizers)} tokenizers; ask for processor.source or processor.target")
+            raise ValueError(f"there are {len(tokenizers)} tokenizers; use processor.source or processor.target")
         return tokenizers[0]
 
     @property
     def chat(self) -> ChatTemplate | None:
-        """What encodes messages; None where there is no template."""
+        """The encoder of messages; None without a chat template."""
         return None if self.chat_template is None else ChatTemplate(self.chat_template, self.tokenizer)
+
+    def prompt(self, name: str | None = None) -> str:
+        """The prompt to prepend to a text before it is embedded: the named one, else the default, else an empty one."""
+        content = parse_json(self.companions[PROMPTS], PROMPTS) if PROMPTS in self.companions else {}
+        prompts = content.get("prompts") or {}
+        if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+            raise BadModelFile(f"{PROMPTS}: prompts must map names to texts")
+        name = content.get("default_prompt_name") if name is None else name
+        if name is not None and name not in prompts:
+            raise ValueError(f"there is no prompt {name!r}; this model has {', '.join(prompts) or 'none'}")
+        return "" if name is None else prompts[name]
 
     def sizes(self) -> dict[str, int]:
         """Vocabulary size of each side that has its own tokenizer."""
@@ -76,7 +91,7 @@ class Processor:
         return {name: tokenizer.size for name, tokenizer in sides.items() if tokenizer is not None}
 
     def files(self, config: ModelConfig) -> dict[str, bytes]:
-        """The files from which this is read back, and from which transformers reads it too."""
+        """The files to save, by name; ``read_processor`` and transformers can both load them."""
         both = self.source is not None and self.target is not None
         files = dict(self.companions)
         literal = any(x is not None and x.has_literal_special_tokens for x in (self.source, self.target))
@@ -88,7 +103,7 @@ class Processor:
                 files.setdefault("vocab.json" if shared else "target_vocab.json", to_json(dict(tokenizer.vocab)))
             elif tokenizer is not None:
                 files[name if both else ONE] = tokenizer.content
-                if not both:  # transformers reads the special tokens here
+                if not both:  # transformers reads the special tokens from tokenizer_config.json
                     special = {"bos_token": config.bos_id, "eos_token": config.eos_id, "pad_token": config.pad_id}
                     tokens = {key: tokenizer.token(index) for key, index in special.items()}
                     fields = {
@@ -108,7 +123,7 @@ class Processor:
 
 
 def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: ModelConfig) -> Processor | None:
-    """The processor of a model directory whose config.json has ``fields``; None where it has no part of one."""
+    """The processor of a model directory whose config.json has ``fields``; None if it has no part of one."""
     source, target = _read_tokenizers(directory)
     names: Any = {}
     for name in ("special_tokens_map.json", TOKENIZER_CONFIG):
@@ -124,6 +139,8 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
         except (ValueError, TypeError, KeyError) as error:
             raise BadModelFile(f"{directory.root / IMAGE} cannot be read: {error}") from None
     classes = fields.get("id2label") if config.head in ("classify", "tag") else None
+    if isinstance(classes, dict) and fields.get("num_labels", len(classes)) != len(classes):
+        classes = None  # stale names for another number of classes; transformers ignores them too
     labels = None if classes is None else _read_labels(classes, config)
     if source is None and target is None and image is None and labels is None:
         return None
@@ -136,16 +153,17 @@ def with_special_ids_of(
     tokenizer: Tokenizer | None, config: ModelConfig, names: Mapping[str, Any] | None = None
 ) -> Tokenizer | None:
     """A foreign tokenizer with the special ids of its model: from ``config``, else from the ``names`` of special
-    tokens in tokenizer_config.json. What neither says is left out."""
+    tokens in tokenizer_config.json. Ids found in neither are left out."""
     if tokenizer is None or tokenizer.is_native:
         return tokenizer
     ids: dict[str, int | None] = {"pad": config.pad_id, "bos": config.bos_id, "eos": config.eos_id}
     for special, (keys, usual) in _SPECIAL_TOKENS.items():
-        given = [(names or {}).get(key) for key in keys]
-        texts = [x["content"] if isinstance(x, dict) and "content" in x else x for x in given]
-        found = (tokenizer.token_id(text) for text in (*texts, *usual) if isinstance(text, str))
-        if ids.get(special) is None:
-            ids[special] = next((index for index in found if index is not None), None)
+        if ids.get(special) is not None:
+            continue
+        values = [(names or {}).get(key) for key in keys]
+        texts = [x["content"] if isinstance(x, dict) and "content" in x else x for x in values]
+        candidates = (tokenizer.token_id(text) for text in (*texts, *usual) if isinstance(text, str))
+        ids[special] = next((index for index in candidates if index is not None), None)
     tokenizer = tokenizer.with_special_ids(**{name: index for name, index in ids.items() if index is not None})
     is_literal = (names or {}).get("split_special_tokens") is True and not isinstance(tokenizer, MarianTokenizer)
     return tokenizer.with_literal_special_tokens() if is_literal else tokenizer
@@ -158,7 +176,7 @@ def _read_tokenizers(directory: ModelFiles) -> tuple[Tokenizer | None, Tokenizer
     def read_marian(name: str, vocab_name: str) -> Tokenizer:
         vocab = directory.json(vocab_name)
         if not all(isinstance(index, int) for index in vocab.values()):
-            raise BadModelFile(f"{directory.root / vocab_name} does not number its tokens")
+            raise BadModelFile(f"{directory.root / vocab_name} does not map every token to an integer")
         return MarianTokenizer(directory.bytes(name), vocab, name)
 
     if directory.has(ONE):
@@ -178,6 +196,6 @@ def _read_labels(names: Any, config: ModelConfig) -> tuple[str, ...] | None:
     except (ValueError, AttributeError):
         by_index = {}
     if sorted(by_index) != list(range(config.n_classes)):
-        raise BadModelFile(f"config.json has id2label={names!r}, which does not name {config.n_classes} classes")
+        raise BadModelFile(f"id2label={names!r} in config.json does not name {config.n_classes} classes")
     labels = tuple(by_index[index] for index in range(config.n_classes))
     return None if labels == tuple(f"LABEL_{index}" for index in range(config.n_classes)) else labels

@@ -1,10 +1,11 @@
-"""SentencePiece models (Kudo & Richardson 2018) as a ``Tokenizer``, with the ids they have there.
+"""Conversion of SentencePiece models (Kudo & Richardson 2018) to a ``Tokenizer`` with the same ids.
 
-A ``.model`` file is a protocol buffer: pieces with a score and a type, how text is normalised, which ids are special.
+A ``.model`` file is a protocol buffer: the pieces with their scores and types, the normalisation, the special ids.
 Unigram and BPE models become a tokenizer.json that the ``tokenizers`` library runs, so that the sentencepiece package
-is not needed. In SentencePiece a space is the letter ▁, one stands before a text, and pieces may cross words: all of it
-is done by normalisers, and the whole text is one word to the model. Special tokens that the file lacks come after its
-own. Ids differ in one case: a combining mark after a character that the normalisation replaces is lost.
+is not needed. SentencePiece writes a space as ▁, prepends one to the text, and lets pieces cross words; here the
+normaliser does the first two, and the whole text is a single word to the model. Special tokens that the file lacks
+get the ids after its own. The ids differ in one case: a combining mark after a character that the normalisation
+replaces is lost.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ if TYPE_CHECKING:
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of a piece
 _MODEL_TYPES = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 _MISSING_NAMES = {"pad": "<pad>", "bos": "<s>", "eos": "</s>", "mask": "<mask>"}
-_COMPOSING = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # normalisations that also compose
+_COMPOSING = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # normalisations that also compose characters
 
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What a ``.model`` file says."""
+    """The content of a ``.model`` file."""
 
     pieces: list[tuple[str, float, int]]  # text, score, type
     model_type: str
-    special_ids: dict[str, int]  # pad, bos, eos and unk, those there are
+    special_ids: dict[str, int]  # pad, bos, eos and unk, as far as the file has them
     normalizer: str = "identity"
-    charsmap: bytes = b""  # how characters are replaced, compiled
+    charsmap: bytes = b""  # SentencePiece's compiled table of character replacements
     dummy_prefix: bool = True
-    removes_spaces: bool = True  # at both ends, and all but one between words
+    removes_spaces: bool = True  # strip spaces at both ends and collapse runs of them
     byte_fallback: bool = False
 
     @classmethod
     def parse(cls, content: bytes, name: str) -> SentencePieceModel:
-        """The fields of the file that encoding depends on; BadData where it is no such file."""
+        """Read the fields that affect encoding; raise BadData if the file is not a supported SentencePiece model."""
         try:
             fields = list(_fields(content))
             pieces = [_piece(value) for number, value in fields if number == 1]
@@ -52,9 +53,9 @@ class SentencePieceModel:
             types = [kind for _, _, kind in pieces]
             unknown = types.index(UNKNOWN)
             kind = _MODEL_TYPES[trainer.get(3, 1)]
-            given = {"unk": unknown, "bos": trainer.get(41, 1), "eos": trainer.get(42, 2), "pad": trainer.get(43, -1)}
-            special = {key: index for key, index in given.items() if _is_special(pieces, index)}
-            return cls(
+            ids = {"unk": unknown, "bos": trainer.get(41, 1), "eos": trainer.get(42, 2), "pad": trainer.get(43, -1)}
+            special = {key: index for key, index in ids.items() if _is_special(pieces, index)}
+            model = cls(
                 pieces,
                 kind,
                 special,
@@ -63,52 +64,51 @@ class SentencePieceModel:
                 dummy_prefix=bool(normalizer.get(3, 1)),
                 removes_spaces=bool(normalizer.get(4, 1)),
                 byte_fallback=bool(trainer.get(35, 0)) and types.count(BYTE) == 256,
-            ).check_supported(name, trainer, normalizer)
+            )
         except (ValueError, IndexError, KeyError, TypeError, AttributeError, struct.error):
             raise BadData(f"{name} is not a SentencePiece model") from None
-
-    def check_supported(self, name: str, trainer: dict[int, Any], normalizer: dict[int, Any]) -> SentencePieceModel:
-        unsupported = {
-            f"a {self.model_type} model; unigram and bpe can": self.model_type in ("word", "char"),
-            "with treat_whitespace_as_suffix, which cannot": bool(trainer.get(24, 0)),
-            "without escape_whitespaces, which cannot": not normalizer.get(5, 1),
-        }
-        if problems := [what for what, is_so in unsupported.items() if is_so]:
-            raise BadData(f"{name} is {problems[0]} be read")
-        return self
+        if kind in ("word", "char"):
+            raise BadData(f"{name} is a {kind} model; only unigram and bpe models are supported")
+        if trainer.get(24, 0):
+            raise BadData(f"{name} was trained with treat_whitespace_as_suffix, which is not supported")
+        if not normalizer.get(5, 1):
+            raise BadData(f"{name} was trained without escape_whitespaces, which is not supported")
+        return model
 
     def tokenizer(
         self, template: Template = "none", name: str = "tokenizer.json", added: Sequence[str] | None = None
     ) -> Tokenizer:
-        """The same as a tokenizer.json, with special tokens around a text as ``template`` says.
+        """The model as a tokenizer.json whose special tokens around a text follow ``template``.
 
-        ``added`` are special tokens of a model's own after the pieces, in place of those that the file lacks; they,
-        and those of the file, are then tokens where a text spells them.
+        ``added``: special tokens to append after the pieces, instead of the standard ones that the file lacks. With
+        it, special tokens are also recognised where a text spells them.
         """
         from tokenizers import AddedToken
 
         backend = self._bpe() if self.model_type == "bpe" else self._unigram()
         backend.normalizer, backend.decoder = self._normalizer(), self._decoder()
-        ids, size = dict(self.special_ids), len(self.pieces)
-        is_own, names = added is not None, {piece for piece, _, _ in self.pieces}
+        ids = dict(self.special_ids)
+        is_literal = added is None
         if added is None:
             missing = [key for key in _MISSING_NAMES if key not in ids]
-            added = [_free_name(_MISSING_NAMES[key], names) for key in missing]
-            ids |= {key: size + n for n, key in enumerate(missing)}
+            names = {piece for piece, _, _ in self.pieces}
+            added = [_unused_name(_MISSING_NAMES[key], names) for key in missing]
+            ids |= {key: len(self.pieces) + n for n, key in enumerate(missing)}
         control = [piece for piece, _, kind in self.pieces if kind in (UNKNOWN, CONTROL)]
         backend.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in [*control, *added]])
         bos, eos = ((backend.id_to_token(ids.get(key, 0)) or "", ids.get(key, 0)) for key in ("bos", "eos"))
         set_template(backend, template, bos, eos)
         tokenizer = Tokenizer(backend.to_str(pretty=False).encode("utf-8"), name).with_special_ids(**ids)
-        return tokenizer if is_own else tokenizer.with_literal_special_tokens()
+        return tokenizer.with_literal_special_tokens() if is_literal else tokenizer
 
     def _unigram(self) -> Backend:
-        """The likeliest cut into pieces (Viterbi). A text that spells a piece which stands for no text is split."""
+        """The most probable segmentation (Viterbi). Where a text spells a piece that represents no text, such as
+        <s>, it is split after the first character, so that it is not encoded as that piece."""
         from tokenizers import Regex, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
 
         highest = max((score for _, score, kind in self.pieces if kind == NORMAL), default=0.0)
-        vocab = [  # user-defined symbols are preferred as SentencePiece does
+        vocab = [  # user-defined symbols get SentencePiece's bonus
             (piece, len(piece.encode("utf-8")) * highest - 0.1 if kind == USER_DEFINED else score)
             for piece, score, kind in self.pieces
         ]
@@ -120,7 +120,7 @@ class SentencePieceModel:
         return backend
 
     def _bpe(self) -> Backend:
-        """Two neighbours merge where together they are a piece, those of the highest score first."""
+        """Merge neighbours whose concatenation is a piece, the highest score first."""
         from tokenizers import Regex, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
 
@@ -140,7 +140,7 @@ class SentencePieceModel:
                 unk_token=self.pieces[self.special_ids["unk"]][0],
                 fuse_unk=True,
                 byte_fallback=self.byte_fallback,
-                ignore_merges=bool(symbols),  # of a word that is a symbol
+                ignore_merges=bool(symbols),  # a word that is a symbol is looked up, not merged from characters
             )
         )
         if symbols:
@@ -153,12 +153,12 @@ class SentencePieceModel:
 
         steps: list[Any] = []
         if self.charsmap:
-            # The library replaces single characters; here letters and their marks are composed first.
+            # Precompiled replaces single characters, so letters and combining marks must be composed before it.
             steps += [normalizers.NFC()] if self.normalizer in _COMPOSING else []
             steps.append(normalizers.Precompiled(self.charsmap))
         if self.removes_spaces:
-            trailing, several = Regex(f"^ +|[ {SPACE}]+$"), Regex(" {2,}")
-            steps += [normalizers.Replace(trailing, ""), normalizers.Replace(several, " ")]
+            outer, repeated = Regex(f"^ +|[ {SPACE}]+$"), Regex(" {2,}")
+            steps += [normalizers.Replace(outer, ""), normalizers.Replace(repeated, " ")]
         steps += [normalizers.Prepend(SPACE)] if self.dummy_prefix else []
         return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
@@ -170,13 +170,15 @@ class SentencePieceModel:
 
 
 def load_tokenizer(path: str | Path, template: Template = "none") -> Tokenizer:
-    """A tokenizer.json that was learned here, or a SentencePiece model; ``template`` is for the latter."""
+    """Load a tokenizer.json trained by regard, or a SentencePiece model with special tokens by ``template``."""
     path = Path(path)
     if path.suffix == ".json":
         return Tokenizer.load(path)
     if path.suffix not in TOKENIZER_FILES:
-        files = "nor a tokenizer.json or a SentencePiece .model"
-        raise ValueError(f"data.tokenizer={str(path)!r} is none of {', '.join(TOKENIZER_KINDS)}, {files}")
+        kinds = ", ".join(TOKENIZER_KINDS)
+        raise ValueError(
+            f"data.tokenizer={str(path)!r} is not one of {kinds}, nor a tokenizer.json or a SentencePiece .model"
+        )
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -185,30 +187,30 @@ def load_tokenizer(path: str | Path, template: Template = "none") -> Tokenizer:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a protocol buffer, (number, value): a whole number, or the bytes of anything else."""
-    place = 0
+    """(number, value) of each field of a protocol buffer; a value is an int (varint) or bytes (everything else)."""
+    offset = 0
 
     def varint() -> int:
-        nonlocal place
+        nonlocal offset
         value = shift = 0
         while True:
-            byte = message[place]
-            place += 1
+            byte = message[offset]
+            offset += 1
             value |= (byte & 0x7F) << shift
             shift += 7
             if byte < 0x80:
                 return value - (1 << 64) if value >= 1 << 63 else value
 
-    while place < len(message):
-        number, wire = divmod(varint(), 8)
-        if wire == 0:
+    while offset < len(message):
+        number, wire_type = divmod(varint(), 8)
+        if wire_type == 0:
             yield number, varint()
             continue
-        size = {1: 8, 5: 4}[wire] if wire != 2 else varint()
-        if size < 0 or place + size > len(message):
-            raise ValueError("a field ends after its message")
-        yield number, message[place : place + size]
-        place += size
+        size = {1: 8, 5: 4}[wire_type] if wire_type != 2 else varint()
+        if size < 0 or offset + size > len(message):
+            raise ValueError("a field extends beyond its message")
+        yield number, message[offset : offset + size]
+        offset += size
 
 
 def _piece(message: bytes) -> tuple[str, float, int]:
@@ -221,13 +223,13 @@ def _is_special(pieces: list[tuple[str, float, int]], index: int) -> bool:
     return 0 <= index < len(pieces) and pieces[index][2] in (UNKNOWN, CONTROL)
 
 
-def _free_name(name: str, taken: set[str]) -> str:
-    """The name, with more brackets where the file has such a piece."""
-    while name in taken:
+def _unused_name(name: str, used: set[str]) -> str:
+    """The name, in as many additional brackets as it takes to differ from every piece of the file."""
+    while name in used:
         name = f"<{name}>"
     return name
 
 
 def _escape(text: str) -> str:
-    """For Oniguruma, which is what the library searches with."""
+    """Escape a text for Oniguruma, the regular expressions of ``tokenizers``."""
     return "".join(f"\\{x}" if x in "\\.^$*+?()[]{}|/-" else x for x in text)

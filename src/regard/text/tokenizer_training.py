@@ -1,4 +1,4 @@
-"""Learning tokenizers from texts with the ``tokenizers`` library: the same texts always give the same file."""
+"""Training of tokenizers with the ``tokenizers`` library; the same texts always give the same file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 Template = Literal["none", "eos", "bos-eos"]
-"""Special tokens around an encoded text: none (language models), an end (translation), both (classifiers)."""
+"""Special tokens around an encoded text: none (language models), <eos> (translation), or both (classifiers)."""
 
 _TEMPLATES = get_args(Template)
 _WORD = r"▁?(?:\w+|[^\w\s▁])|▁|\s"
@@ -31,9 +31,10 @@ _LETTERS = sorted(BYTE_OF_LETTER, key=lambda letter: BYTE_OF_LETTER[letter])
 def train_tokenizer(
     texts: Iterable[str], kind: TokenizerKind = "bpe", vocab_size: int | None = None, template: Template = "none"
 ) -> Tokenizer:
-    """A tokenizer for texts like these: the same texts in any order, on any machine, give the same file.
+    """Train a tokenizer. The same texts, in any order and on any machine, give the same file.
 
-    ``vocab_size`` counts the special tokens; None: 8,000 for bpe and unigram, everything seen for chars and words.
+    ``vocab_size`` includes the special tokens. None means 8,000 for bpe and unigram, and every character or word of
+    the texts for chars and words.
     """
     if kind not in TOKENIZER_KINDS:
         raise ValueError(f"kind={kind!r} is not one of {', '.join(TOKENIZER_KINDS)}")
@@ -50,7 +51,7 @@ def train_tokenizer(
 
 
 def with_template(tokenizer: Tokenizer, template: Template) -> Tokenizer:
-    """A tokenizer learned here with other special tokens around a text: the same ids for the same pieces."""
+    """A native tokenizer with another template; the vocabulary and its ids stay the same."""
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_str(tokenizer.content.decode("utf-8"))
@@ -62,7 +63,7 @@ def with_template(tokenizer: Tokenizer, template: Template) -> Tokenizer:
 def set_template(
     backend: Backend, template: Template, bos: tuple[str, int] = ("<bos>", BOS), eos: tuple[str, int] = ("<eos>", EOS)
 ) -> None:
-    """Put special tokens, (name, id) each, around what ``backend`` encodes."""
+    """Make ``backend`` add the special tokens of ``template``; ``bos`` and ``eos`` are (token, id)."""
     from tokenizers import processors
 
     first, last = [bos[0]] * (template == "bos-eos"), [eos[0]] * (template != "none")
@@ -72,21 +73,22 @@ def set_template(
     backend.post_processor = None if template == "none" else processor
 
 
-def first_texts(texts: Iterable[str], most: int, most_characters: int) -> Iterator[str]:
-    """As many of the texts as a tokenizer is to be trained on."""
+def first_texts(texts: Iterable[str], max_texts: int, max_characters: int) -> Iterator[str]:
+    """The first texts, at most ``max_texts``, up to the one that exceeds ``max_characters`` in total."""
     n_characters = 0
-    for text in islice(texts, most):
+    for text in islice(texts, max_texts):
         yield text
         n_characters += len(text)
-        if n_characters > most_characters:
+        if n_characters > max_characters:
             return
 
 
 def cached_tokenizer(
     texts: Iterable[str], kind: TokenizerKind, vocab_size: int | None, template: Template
 ) -> Tokenizer:
-    """As ``train_tokenizer``; what an earlier process has learned from the same texts is read from the cache folder."""
-    texts, key = list(texts), hashlib.sha256(f"{version('tokenizers')} {kind} {vocab_size} {template}".encode())
+    """Like ``train_tokenizer``, with the result cached on disk by texts and arguments."""
+    texts = list(texts)
+    key = hashlib.sha256(f"{version('tokenizers')} {kind} {vocab_size} {template}".encode())
     for text in texts:
         key.update(text.encode("utf-8", "surrogatepass") + b"\xff")
     path = cache_folder() / "tokenizers" / f"{key.hexdigest()[:32]}.json"
@@ -107,12 +109,12 @@ def train_pair(
     joint: bool = True,
     template: Template = "eos",
 ) -> tuple[Tokenizer, Tokenizer]:
-    """Tokenizers for both sides of pairs: one vocabulary for both (the paper), or each its own."""
-    sides = list(pairs)
+    """Train the source and target tokenizers of a translator: one ``joint`` vocabulary as in the paper, or two."""
+    pairs = list(pairs)
     if joint:
-        both = train_tokenizer([text for pair in sides for text in pair], kind, vocab_size, template)
+        both = train_tokenizer([text for pair in pairs for text in pair], kind, vocab_size, template)
         return both, both
-    source, target = zip(*sides, strict=True) if sides else ((), ())
+    source, target = zip(*pairs, strict=True) if pairs else ((), ())
     return train_tokenizer(source, kind, vocab_size, template), train_tokenizer(target, kind, vocab_size, template)
 
 
@@ -186,7 +188,7 @@ def _most_frequent(counts: Counter[str], vocab_size: int | None) -> list[str]:
 
 
 def _characters_as_tokens(characters: Iterable[str], unk_token: str | None) -> Backend:
-    """A BPE without merges: every character is a token."""
+    """A BPE model without merges, so that every character is a token."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
@@ -195,7 +197,10 @@ def _characters_as_tokens(characters: Iterable[str], unk_token: str | None) -> B
 
 
 def _split_and_count_words(texts: Iterable[str]) -> tuple[Backend, Counter[str]]:
-    """Splits into words and punctuation, each with the space before it, so that they can be joined again."""
+    """A backend that splits texts into words and punctuation, and the counts of these words in ``texts``.
+
+    Each word keeps the space before it as ▁, so that decoding can restore the spaces.
+    """
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Backend
 
@@ -208,18 +213,19 @@ def _split_and_count_words(texts: Iterable[str]) -> tuple[Backend, Counter[str]]
     for text, n in Counter(map(replace_surrogates, texts)).items():
         for number, piece in enumerate(cut_text(text)):
             words = splitter.pre_tokenize_str(normalizer.normalize_str(piece))
-            for word, _ in words[1:] if number else words:  # a later piece begins with a ▁ that the text does not have
+            for word, _ in words[1:] if number else words:  # drop the ▁ prepended to every piece but the first
                 counts[word] += n
     return backend, counts
 
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Several threads would add up counts in an order that changes from run to run."""
+    """Disable the threads of ``tokenizers``, which add up counts in an order that changes from run to run."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         yield
     finally:
         del os.environ["TOKENIZERS_PARALLELISM"]
-        os.environ.update({} if before is None else {"TOKENIZERS_PARALLELISM": before})
+        if before is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = before

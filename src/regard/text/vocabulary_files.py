@@ -1,10 +1,10 @@
-"""Tokenizers of model directories without a tokenizer.json, from the vocabularies that older ones hold.
+"""Tokenizers from the vocabulary files of older model directories, which have no tokenizer.json.
 
-vocab.txt                   WordPiece, as BERT has it: a token a line
-vocab.json, merges.txt      byte-level BPE, as GPT-2, RoBERTa and BART have it
-spiece.model                SentencePiece, as T5 has it: </s> at the end, <extra_id_99> … <extra_id_0> after the pieces
+vocab.txt                   WordPiece (BERT), one token per line
+vocab.json, merges.txt      byte-level BPE (GPT-2, RoBERTa, BART)
+spiece.model                SentencePiece (T5): </s> ends a text, <extra_id_99> … <extra_id_0> follow the pieces
 
-Each becomes the tokenizer.json that transformers makes of it. Classes that cut texts in another way are left alone.
+Each is converted to the same tokenizer.json as in transformers. Other tokenizer classes are not converted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from .processor import ModelFiles
 
-# tokenizer_class of tokenizer_config.json; where there is none, the model_type of config.json.
+# Values of tokenizer_class in tokenizer_config.json, or without it of model_type in config.json.
 _WORDPIECE = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "bert", "distilbert", "electra")
 _BYTE_LEVEL = ("GPT2Tokenizer", "RobertaTokenizer", "BartTokenizer", "gpt2", "roberta", "bart")
 _SENTENCEPIECE = ("T5Tokenizer", "MT5Tokenizer", "t5", "mt5")
@@ -29,12 +29,11 @@ _EXTRA_IDS = 100  # T5's sentinels, unless tokenizer_config.json says otherwise
 
 
 def read_vocabulary(directory: ModelFiles, fields: Mapping[str, Any], settings: Mapping[str, Any]) -> Tokenizer | None:
-    """The tokenizer of a directory with such files; None where there are none, or of another class.
+    """The tokenizer of a directory with such files; None if there are none or the tokenizer class is another one.
 
-    ``fields`` are those of config.json, ``settings`` those of tokenizer_config.json.
+    ``fields`` is the content of config.json, ``settings`` that of tokenizer_config.json.
     """
-    given = settings.get("tokenizer_class") or fields.get("model_type") or ""
-    kind = str(given).removesuffix("Fast")
+    kind = str(settings.get("tokenizer_class") or fields.get("model_type") or "").removesuffix("Fast")
     if kind in _WORDPIECE and directory.has("vocab.txt"):
         backend = _word_piece(directory, settings)
     elif kind in _BYTE_LEVEL and directory.has("vocab.json") and directory.has("merges.txt"):
@@ -52,10 +51,12 @@ def _word_piece(directory: ModelFiles, settings: Mapping[str, Any]) -> Backend:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-    lines = directory.bytes("vocab.txt").decode("utf-8").removesuffix("\n").split("\n")  # other breaks are tokens
+    # Not splitlines(): other line separators such as U+2028 may be tokens.
+    lines = directory.bytes("vocab.txt").decode("utf-8").removesuffix("\n").split("\n")
     vocab = {line.rstrip("\r"): index for index, line in enumerate(lines)}
     names = {
-        part: _text(settings, f"{part}_token", f"[{part.upper()}]") for part in ("pad", "unk", "cls", "sep", "mask")
+        role: _special_token(settings, f"{role}_token", f"[{role.upper()}]")
+        for role in ("pad", "unk", "cls", "sep", "mask")
     }
     if missing := [name for name in names.values() if name not in vocab]:
         raise BadModelFile(f"{directory.root / 'vocab.txt'} has no token {missing[0]!r}")
@@ -66,7 +67,7 @@ def _word_piece(directory: ModelFiles, settings: Mapping[str, Any]) -> Backend:
         lowercase=settings.get("do_lower_case", True),
     )
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    cls, sep = ((names[part], vocab[names[part]]) for part in ("cls", "sep"))
+    cls, sep = ((names[role], vocab[names[role]]) for role in ("cls", "sep"))
     single, pair = f"{cls[0]} $A {sep[0]}", f"{cls[0]}:0 $A:0 {sep[0]}:0 $B:1 {sep[0]}:1"
     backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=[cls, sep])
     backend.add_special_tokens(list(names.values()))
@@ -74,7 +75,7 @@ def _word_piece(directory: ModelFiles, settings: Mapping[str, Any]) -> Backend:
 
 
 def _byte_level(directory: ModelFiles, settings: Mapping[str, Any]) -> Backend:
-    """With <s> and </s> among its tokens, texts stand between them, as in RoBERTa and BART."""
+    """Byte-level BPE; if the vocabulary has <s> and </s>, they are put around a text, as in RoBERTa and BART."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
 
@@ -82,25 +83,26 @@ def _byte_level(directory: ModelFiles, settings: Mapping[str, Any]) -> Backend:
     lines = directory.bytes("merges.txt").decode("utf-8").splitlines()
     merges: list[Any] = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     if any(len(pair) != 2 for pair in merges) or not all(isinstance(index, int) for index in vocab.values()):
-        raise BadModelFile(f"{directory.root / 'merges.txt'} and vocab.json are not those of a byte-level BPE")
-    spaced = bool(settings.get("add_prefix_space", False))
+        raise BadModelFile(f"{directory.root / 'merges.txt'} and vocab.json do not describe a byte-level BPE")
+    prefix_space = bool(settings.get("add_prefix_space", False))
     try:
         backend = Backend(models.BPE(vocab, merges, fuse_unk=False))
     except Exception as error:  # the library raises plain exceptions
         raise BadModelFile(f"{directory.root / 'merges.txt'} does not fit vocab.json: {error}") from None
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     backend.decoder = decoders.ByteLevel()
     if {"<s>", "</s>"} <= vocab.keys():
-        ends = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
-        backend.post_processor = processors.RobertaProcessing(*ends, trim_offsets=True, add_prefix_space=spaced)
-    special = [x for x in ("<s>", "<pad>", "</s>", "<unk>", "<|endoftext|>") if x in vocab]
-    backend.add_special_tokens(list(special))
-    if "<mask>" in vocab:  # it takes the space before it along, as in the tokenizer.json that RoBERTa ships
+        sep, cls = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
+        backend.post_processor = processors.RobertaProcessing(
+            sep, cls, trim_offsets=True, add_prefix_space=prefix_space
+        )
+    backend.add_special_tokens([x for x in ("<s>", "<pad>", "</s>", "<unk>", "<|endoftext|>") if x in vocab])
+    if "<mask>" in vocab:  # lstrip: the token includes the space before it, as in RoBERTa's own tokenizer.json
         backend.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True, normalized=False)])
     return backend
 
 
-def _text(settings: Mapping[str, Any], name: str, usual: str) -> str:
-    """A special token, written as a text or as an object with its content."""
-    given = settings.get(name) or usual
-    return str(given["content"] if isinstance(given, Mapping) else given)
+def _special_token(settings: Mapping[str, Any], name: str, default: str) -> str:
+    """A special token of tokenizer_config.json, which is a string or an object with a ``content``."""
+    token = settings.get(name) or default
+    return str(token["content"] if isinstance(token, Mapping) else token)

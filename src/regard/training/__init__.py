@@ -1,4 +1,4 @@
-"""From logits to weights: tasks, the loss, the recipe, one straight loop, checkpoints that are never half written."""
+"""Training: tasks, losses, optimisers, the training loop, evaluation and atomic checkpoints."""
 
 from .back_translation import back_translate
 from .distillation import distill

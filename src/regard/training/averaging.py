@@ -1,4 +1,4 @@
-"""Averages of weights: a moving one beside the run, and the plain mean of its last checkpoints or of chosen ones."""
+"""Averages of weights: an exponential moving average during a run, and the mean of several checkpoints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _AVERAGE = "average/"
 
 
 class Ema:
-    """a ← d · a + (1 - d) · w after each step, d = min(decay, (1 + n) / (10 + n)) for the n-th, from 0.
+    """a ← d · a + (1 - d) · w after each step, with d = min(decay, (1 + n) / (10 + n)) in the n-th update, from 0.
 
-    The rising d lets the first weights, which are noise, go quickly. Frozen weights stay the model's; averages are
-    fp32 or wider, and sharded as the weights are.
+    The rising d forgets the initial random weights quickly. Frozen weights are not averaged; averages are fp32 or
+    wider, and sharded like the weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -33,7 +33,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """To be called after each step of the optimiser."""
+        """Call after each optimiser step."""
         decay = min(self.decay, (1 + self.n_updates) / (10 + self.n_updates))
         weights = [_wide(param.detach()) for param in self._params.values()]
         if weights:
@@ -42,7 +42,7 @@ class Ema:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights; afterwards its own, bit for bit. Storage stays where it is."""
+        """A context in which the model has the averaged weights; its own are restored bit for bit, in place."""
         own = [param.detach().clone() for param in self._params.values()]
         self._write(self._averages.values())
         try:
@@ -62,10 +62,10 @@ class Ema:
 
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on exactly where ``state_tensors`` was taken. Whole tensors are sharded as their parameters are."""
+        """Restore ``state_tensors``. Whole tensors are sharded like their parameters."""
         expected = {_UPDATES, *(f"{_AVERAGE}{name}" for name in self._averages)}
         if odd := expected ^ set(tensors):
-            raise ValueError(f"the moving average's state and the model differ in {_name_list(odd)}")
+            raise ValueError(f"the moving average and the model differ in {_name_list(odd)}")
         for name, average in self._averages.items():
             value = tensors[f"{_AVERAGE}{name}"]
             if value.shape != average.shape:
@@ -75,10 +75,10 @@ class Ema:
 
 
 def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of several states, tensor by tensor, in fp64 and back (Vaswani et al. 2017, §6.1).
+    """The mean of several state dicts, tensor by tensor, summed in fp64 (Vaswani et al. 2017, §6.1).
 
-    They are taken one at a time, so an iterator that reads checkpoints holds one of them in memory beside the sum.
-    What is no floating-point number, such as a counter, is the last state's.
+    States are consumed one at a time, so an iterator that reads checkpoints needs memory for one state and the sum.
+    Tensors that are not floating-point, such as counters, are those of the last state.
     """
     total: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -103,30 +103,30 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def average_models(paths: Sequence[str | Path], out: str | Path) -> Path:
-    """Write the mean of several models of one run, or of runs that began alike, as a model directory.
+    """Write the mean of several models of one run, or of runs that started from the same weights, as a model directory.
 
-    ``paths`` are RUN@STEP, runs or model directories; one beside the mean is in memory at a time.
+    ``paths`` are RUN@STEP, runs or model directories; memory holds the mean and one model at a time.
     """
     from ..io import load, save
 
     if len(paths) < 2:
-        raise ValueError(f"an average needs at least two models, and {len(paths)} is given")
+        raise ValueError(f"an average needs at least two models, got {len(paths)}")
     first = load(paths[0])
 
     def states() -> Iterator[Mapping[str, Tensor]]:
         for path in paths:
             model = load(path)
             if model.config != first.config or _vocabulary(model) != _vocabulary(first):
-                raise ValueError(f"{path} and {paths[0]} differ in their config or their tokens: no mean is a model")
+                raise ValueError(f"{path} and {paths[0]} cannot be averaged: they differ in config or vocabulary")
             yield model.state_dict()
 
     first.load_state_dict(average(states()))
-    with silence_warnings("regard.io"):  # whether transformers has a twin of the model was no question
+    with silence_warnings("regard.io"):  # whether transformers can open the model does not matter here
         return save(first, out)
 
 
 def _vocabulary(model: Model) -> tuple[object, ...]:
-    """What the rows of tables and of a classifier stand for."""
+    """Hashes of the tokenizers, and the labels: what the rows of embeddings and of a classifier stand for."""
     processor = model.processor
     if processor is None:
         return ()

@@ -1,8 +1,8 @@
-"""Back-translation (Sennrich et al. 2016): pairs for a translator from texts of its target language alone.
+"""Back-translation (Sennrich et al. 2016): training pairs for a translator from texts in its target language alone.
 
-A translator of the other direction writes a source for every text. Beam search gives the likeliest source; drawing
-gives more varied ones, which help more where texts are many (Edunov et al. 2018). A tag before each of these sources
-tells them from real ones (Caswell et al. 2019).
+A translator of the opposite direction writes a source for every text. Beam search gives the most likely source;
+sampling gives more varied ones, which help more when there are many texts (Edunov et al. 2018). A tag before each
+generated source distinguishes it from real ones (Caswell et al. 2019).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _TEXTS_AT_ONCE = 512
 
 @dataclass(frozen=True)
 class BackTranslation:
-    """Where the pairs are, and how many lines became none."""
+    """The file of pairs, and how many lines were left out."""
 
     path: Path
     pairs: int
-    left_out: dict[str, int]  # by reason
-    resumed: int  # lines that an earlier, stopped command had translated
+    left_out: dict[str, int]  # number of lines by reason
+    resumed: int  # lines translated by an earlier call that was stopped
     decoding: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,15 +64,15 @@ def back_translate(
     progress: Callable[[str], None] = lambda _: None,
     **decoding: Any,
 ) -> BackTranslation:
-    """Translate a file of texts into the language a translator is to read, and write pairs to ``out`` (.tsv, .jsonl).
+    """Translate a file of target-language texts and write pairs for a new translator to ``out`` (.tsv or .jsonl).
 
-    path      a translator of the other direction: from the language of the texts
-    texts     lines of text, or a table of which ``column`` is read
-    tag       what stands before every source, such as <BT>
-    seed      of what is drawn
+    path      a translator of the opposite direction, which reads the language of the texts
+    texts     a file with one text per line, or a table of which ``column`` is read
+    tag       prefix of every generated source, such as <BT>
+    seed      seed for sampling
     decoding  fields of GenerateConfig: beam=5, or sample=True, temperature, top_k, top_p
-    A line that is blank, too long for the translator, or without a finished translation is left out and counted. A
-    call that was stopped goes on where it was.
+    Lines that are blank, too long for the translator, or without a finished translation are left out and counted. A
+    call that was stopped continues where it was.
     """
     from ..io import load
 
@@ -85,16 +85,18 @@ def back_translate(
     check_can_translate(model)
     tokenizers, max_len = text_tokenizers(model), max_text_length(model.config)
 
-    def answer(some: list[str]) -> list[Answer]:
-        rows = tokenizers.encode_inputs(some)
-        answers: list[Answer] = [{"text": "", "why": "too long"} for _ in some]
+    def answer(batch: list[str]) -> list[Answer]:
+        rows = tokenizers.encode_inputs(batch)
+        answers: list[Answer] = [{"text": "", "why": "too long"} for _ in batch]
         short = [index for index, row in enumerate(rows) if len(row) <= max_len]
-        with torch.random.fork_rng(devices=[]):  # so that a batch is drawn alike in every call
-            torch.manual_seed(zlib.crc32("\n".join(some).encode("utf-8", "surrogatepass"), seed % 2**32))
-            best = translate(model, [some[index] for index in short], **decoding).best if short else []
-        for index, found in zip(short, best, strict=True):
-            source = " ".join(found.text.split())
-            why = "without an end" if found.finish == "length" else "" if source else "empty"
+        with torch.random.fork_rng(devices=[]):  # seeded by the texts, so that a resumed call samples the same
+            torch.manual_seed(zlib.crc32("\n".join(batch).encode("utf-8", "surrogatepass"), seed % 2**32))
+            best = translate(model, [batch[index] for index in short], **decoding).best if short else []
+        for index, hypothesis in zip(short, best, strict=True):
+            source = " ".join(hypothesis.text.split())
+            why = "" if source else "empty"
+            if hypothesis.finish == "length":
+                why = "without an end"
             answers[index] = {"text": source, "why": why}
         return answers
 

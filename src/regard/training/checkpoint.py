@@ -1,8 +1,8 @@
-"""Checkpoints: a directory a step, whole or not there, checked by SHA-256 before it is used.
+"""Checkpoints: one directory per step, written atomically and verified by SHA-256 before it is used.
 
-RUN/checkpoints/step-000200/   model.safetensors, optimiser.safetensors … by the first part of the tensors' names
-                               (of a sharded run shard-00000-of-00002.safetensors … by process), index.json,
-                               state.json, manifest.json
+RUN/checkpoints/step-000200/   model.safetensors, optimiser.safetensors …: one file per prefix of the tensor names
+                               (in a sharded run one per process: shard-00000-of-00002.safetensors …),
+                               index.json, state.json, manifest.json
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ _STEP = re.compile(r"step-(\d{6,})")
 _NAME = re.compile(r"([A-Za-z0-9_-]+)/.+", re.DOTALL)
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Part = tuple[dict[str, tuple[str, shards.TensorRegion]], dict[str, Entry]]
+_Part = tuple[
+    dict[str, tuple[str, shards.TensorRegion]], dict[str, Entry]
+]  # (regions by tensor name, manifest entries)
 
 
 class Checkpoint(shards.TensorReader):
-    """One checkpoint. Tensors are read when they are asked for."""
+    """One checkpoint. Tensors are read on access."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.step = step_of(path)
 
     def check(self) -> None:
-        """Raise BadModelFile, naming every file that is missing or is not the one that was written."""
+        """Raise BadModelFile, naming every file that is missing or differs from its checksum."""
         manifest = Manifest.read(self.path)
         if manifest is None:
-            raise BadModelFile(f"{self.path} is not whole: it has no {MANIFEST}, which is written last")
+            raise BadModelFile(f"{self.path} is incomplete: it has no {MANIFEST}, which is written last")
         manifest.check(self.path)
 
     @cached_property
     def state(self) -> dict[str, Any]:
-        """What was given beside the tensors."""
+        """The ``state`` that was written with the tensors."""
         path = resolve_inside(self.path, STATE)
         try:
             return parse_json(path.read_bytes(), path)
@@ -64,9 +66,9 @@ class Checkpoint(shards.TensorReader):
             raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
 
     def fill(self, prefix: str, targets: Mapping[str, Tensor]) -> None:
-        """Write the numbers of those under a prefix into tensors there are, each into its shard. All must be there."""
-        there = {name.removeprefix(prefix) for name in self.names(prefix)}
-        faults = {"lacks": sorted(set(targets) - there), "also has": sorted(there - set(targets))}
+        """Copy the tensors stored under ``prefix`` into ``targets``, each into its shard. The names must match."""
+        stored = {name.removeprefix(prefix) for name in self.names(prefix)}
+        faults = {"lacks": sorted(set(targets) - stored), "also has": sorted(stored - set(targets))}
         if reasons := [f"{fault} {', '.join(names)}" for fault, names in faults.items() if names]:
             raise BadModelFile(f"{self.path} does not fit the run: of {prefix} it {' and '.join(reasons)}")
         with torch.no_grad():
@@ -75,10 +77,9 @@ class Checkpoint(shards.TensorReader):
 
 
 class Checkpoints:
-    """The checkpoints of a run. Every process of a group has one, and calls the same methods in the same order.
+    """The checkpoints of a run. Every process of a group has an instance and calls the same methods in the same order.
 
-    With a group, tensors that are sharded are written by the processes that hold them, all others by the main one; the
-    directory must be one that all of them see.
+    Each process writes the shards it holds, the main process everything else; all must share the directory.
     """
 
     def __init__(self, root: Path | str, keep: int, group: Group | None = None) -> None:
@@ -90,17 +91,19 @@ class Checkpoints:
             self._remove_leftovers()
 
     def steps(self) -> list[int]:
-        """The steps there are checkpoints of, oldest first; not yet checked."""
+        """The steps that have a checkpoint directory, oldest first; their files are not verified."""
         return sorted(step_of(path) for path in self.root.glob("step-*") if _STEP.fullmatch(path.name))
 
     def at(self, step: int) -> Checkpoint:
-        """The checkpoint of one step; BadModelFile where there is none or it is damaged."""
-        self._choose_on_main(lambda: self._check_step(step))
+        """The checkpoint of one step; BadModelFile if it is missing or damaged."""
+        self._run_on_main(lambda: self._check_step(step))
         return Checkpoint(self._path(step))
 
     def latest(self) -> Checkpoint | None:
-        """The newest that is what its manifest says; damaged ones after it are told of in the log. None where there is
-        none at all; where all are damaged, BadModelFile: a run that went on from nothing would lose what was done."""
+        """The newest checkpoint that matches its manifest, with a warning for each newer, damaged one.
+
+        None if there are no checkpoints. If all are damaged, BadModelFile: starting over would lose the run's progress.
+        """
 
         def newest() -> int | None:
             faults: list[BadModelFile | OSError] = []
@@ -112,26 +115,26 @@ class Checkpoints:
                     faults.append(error)
                 else:
                     for fault in faults:
-                        _log.warning("%s; the checkpoint before it is taken", fault)
+                        _log.warning("%s; the checkpoint before it is used", fault)
                     return step
             if faults:
-                raise BadModelFile(f"{self.root} has no checkpoint that is whole: {faults[0]}")
+                raise BadModelFile(f"{self.root} has no undamaged checkpoint: {faults[0]}")
             return None
 
-        step = self._choose_on_main(newest)
+        step = self._run_on_main(newest)
         return None if step is None else Checkpoint(self._path(step))
 
     def write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-        """Store a step. When this returns it is on disk, whole; when it raises, the directory is as it was."""
+        """Write the checkpoint of a step. On return it is complete and on disk; if it raises, nothing has changed."""
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
         if fault := _not_json(dict(state), "state"):
             raise ValueError(fault)
         for name, x in tensors.items():
             if not _NAME.fullmatch(name):
-                raise ValueError(f"a tensor is named {name!r}; a kind, '/' and a name belong there, such as model/w")
+                raise ValueError(f"a tensor is named {name!r}; names must be kind/name, such as model/w")
             if x.is_meta:
-                raise ValueError(f"{name} is on the meta device: it has no numbers to store")
+                raise ValueError(f"{name} is on the meta device: it has no values to store")
         target, state_text = self._path(step), to_json(dict(state))
         tied = self._group.broadcast_object(_tied_names(tensors))
         stored = {name: x for name, x in tensors.items() if name not in tied}
@@ -142,44 +145,48 @@ class Checkpoints:
             free = shutil.disk_usage(next(path for path in (self.root, *self.root.parents) if path.exists())).free
             raise RegardError(
                 f"{target} could not be written ({error}): it needs {needed:,} bytes and {free:,} are free; "
-                f"the checkpoints written before it are as they were"
+                f"earlier checkpoints are unchanged"
             ) from None
         self._damaged.discard(step)
         return target
 
     def prune(self, best: int | None = None, protect: Collection[int] = ()) -> None:
-        """Remove all but the last ``keep``, the best, and the protected. A damaged one counts for nothing and stays."""
+        """Remove all but the last ``keep``, the best and the protected. Damaged ones neither count nor go."""
         if not self._group.is_main:
             return
-        there = [step for step in self.steps() if step not in self._damaged]
-        for step in set(there[: -self.keep]) - {best, *protect}:
+        intact = [step for step in self.steps() if step not in self._damaged]
+        for step in set(intact[: -self.keep]) - {best, *protect}:
             self.remove(step)
 
     def remove(self, step: int) -> None:
-        """Remove one; where there is none, nothing."""
+        """Remove the checkpoint of a step, if there is one."""
         path = self._path(step)
         if not self._group.is_main or not path.exists():
             return
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.saving")  # a leftover, if this is the end
-        os.rename(path, aside)
+        # If the process dies before the directory is gone, the next one removes it as a leftover.
+        renamed = path.with_name(f".{path.name}.{secrets.token_hex(4)}.saving")
+        os.rename(path, renamed)
         fsync(self.root)
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(renamed, ignore_errors=True)
 
     def _path(self, step: int) -> Path:
         return self.root / f"step-{step:06}"
 
-    def _choose_on_main(self, choose: Callable[[], int | None]) -> int | None:
-        """What the main process found, so that all read the same, and only one reads everything to check it."""
-        found: int | RegardError | None = None
+    def _run_on_main(self, choose: Callable[[], int | None]) -> int | None:
+        """The result of ``choose()`` on the main process, so that all agree and only one process verifies the files.
+
+        A RegardError is raised on every process.
+        """
+        outcome: int | RegardError | None = None
         if self._group.is_main:
             try:
-                found = choose()
+                outcome = choose()
             except RegardError as error:
-                found = error
-        found = self._group.broadcast_object(found)
-        if isinstance(found, RegardError):
-            raise found
-        return found
+                outcome = error
+        outcome = self._group.broadcast_object(outcome)
+        if isinstance(outcome, RegardError):
+            raise outcome
+        return outcome
 
     def _check_step(self, step: int) -> int:
         if step not in (steps := self.steps()):
@@ -189,7 +196,10 @@ class Checkpoints:
         return step
 
     def _write(self, target: Path, tensors: Mapping[str, Tensor], tied: Mapping[str, str], state: bytes) -> None:
-        """In three moves, after each of which all know of a fault of any; the folder is the main process'."""
+        """The main process opens a temporary directory, every process writes its part, the main process finishes.
+
+        After each of the three, a failure on one process is raised on all.
+        """
         main = self._group.is_main
         with ExitStack() as unfinished:
 
@@ -209,15 +219,15 @@ class Checkpoints:
                 for name, text in ((shards.INDEX, shards.Index(stored, tied).text()), (STATE, state)):
                     write_atomic(folder / name, text)
                     entries[name] = Entry(len(text), hashlib.sha256(text).hexdigest())
-                Manifest(entries).write(folder)  # the last thing written
-                unfinished.close()  # the folder takes its place
+                Manifest(entries).write(folder)  # last, as the mark of a complete checkpoint
+                unfinished.close()  # rename the folder to its final name
 
             folder = self._together(begin if main else lambda: target)[0]
             parts = self._together(lambda: self._write_part(folder, tensors))
             self._together(lambda: finish(parts) if main else None)
 
     def _together(self, action: Callable[[], _T]) -> list[_T]:
-        """What the action gives on each process, by rank; where it failed on one it raises on all."""
+        """The results of ``action()`` of all processes, by rank; an OSError on one raises _WriteFailed on all."""
         outcome: _T | _WriteFailed
         try:
             outcome = action()
@@ -230,7 +240,7 @@ class Checkpoints:
         return outcomes
 
     def _write_part(self, folder: Path, tensors: Mapping[str, Tensor]) -> _Part:
-        """What falls to this process: its pieces of sharded tensors; all that is whole, on the main one."""
+        """Write what this process stores: its pieces of sharded tensors and, on the main process, whole tensors."""
         rank, world = self._group.rank, self._group.world
         sharded = any(shards.is_sharded(x) for x in tensors.values())
         files: dict[str, dict[str, Tensor]] = {}
@@ -244,10 +254,10 @@ class Checkpoints:
         return pieces, {file: shards.write_tensors(folder / file, held) for file, held in files.items()}
 
     def _remove_leftovers(self) -> None:
-        """What killed writers left."""
+        """Remove the temporary directories of processes that were killed while writing."""
         for leftover in self.root.glob(".step-*.saving"):
             remove_abandoned(leftover)
-        for previous in self.root.glob(".step-*.previous"):  # where a directory cannot be exchanged in one step
+        for previous in self.root.glob(".step-*.previous"):  # from file systems without an atomic exchange
             target = self.root / previous.name.removeprefix(".").removesuffix(".previous")
             if target.exists():
                 shutil.rmtree(previous, ignore_errors=True)
@@ -256,21 +266,21 @@ class Checkpoints:
 
 
 class _WriteFailed(Exception):
-    """What the system said on some process."""
+    """The operating system's message for a write that failed on one process."""
 
 
 def step_of(path: Path) -> int:
-    """The step a checkpoint's directory is named after."""
-    found = _STEP.fullmatch(path.name)
-    if found is None:
-        raise ValueError(f"{path} is not named as a checkpoint: step- and at least six digits")
-    return int(found[1])
+    """The step in the name of a checkpoint directory."""
+    match = _STEP.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path} is not named like a checkpoint: step- and at least six digits")
+    return int(match[1])
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The first tensor that holds a NaN or an infinity, of shards in what this process holds; None: all finite."""
+    """The first tensor with a NaN or an infinity in the shard of this process; None if all are finite."""
     floats = {name: shards.local(x) for name, x in tensors.items() if x.is_floating_point() and shards.local(x).numel()}
-    # One answer for all of them: to ask each would have the GPU wait as often.
+    # Combined on the device first: reading each result would synchronise the GPU once per tensor.
     finite = [torch.isfinite(x).all() for x in floats.values()]
     if not finite or bool(torch.stack([x.to(finite[0].device) for x in finite]).all()):
         return None
@@ -278,31 +288,31 @@ def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def _tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that are another one's very numbers, and that one's name."""
+    """Names of tensors that share the memory of an earlier one, with the name of that one."""
     first: dict[tuple[Any, ...], str] = {}
     tied: dict[str, str] = {}
     for name, x in tensors.items():
-        here = shards.local(x)
-        if here.numel():
-            key = (here.device, here.data_ptr(), here.dtype, tuple(x.shape), here.stride())
+        local = shards.local(x)
+        if local.numel():
+            key = (local.device, local.data_ptr(), local.dtype, tuple(x.shape), local.stride())
             if first.setdefault(key, name) != name:
                 tied[name] = first[key]
     return tied
 
 
 def _not_json(value: object, where: str) -> str | None:
-    """What in a value would not come back from JSON as it is, in a sentence; None: all would."""
+    """Why a value would not survive a round trip through JSON; None if it would."""
     match value:
         case None | bool() | int() | str():
             return None
         case float():
-            return None if math.isfinite(value) else f"{where} is {value}: nothing that is not finite is stored"
+            return None if math.isfinite(value) else f"{where} is {value}: only finite numbers can be stored"
         case list() | tuple():
             faults = (_not_json(x, f"{where}[{i}]") for i, x in enumerate(value))
         case dict():
             if odd := [key for key in value if not isinstance(key, str)]:
-                return f"{where} has the key {odd[0]!r}, of {type(odd[0]).__name__}; JSON has only text there"
+                return f"{where} has the key {odd[0]!r} of type {type(odd[0]).__name__}; JSON keys are strings"
             faults = (_not_json(x, f"{where}[{key!r}]") for key, x in value.items())
         case _:
-            return f"{where} is of {type(value).__name__}, which is not stored: numbers, text, lists and dicts are"
+            return f"{where} is of type {type(value).__name__}; only numbers, strings, lists and dicts can be stored"
     return next((fault for fault in faults if fault), None)

@@ -1,4 +1,4 @@
-"""A run on the terminal: numbers and texts as a person reads them, and the line that moves while it trains."""
+"""A run on the terminal: formatting of numbers and text, and the live progress line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A metric or a fact in few digits; whatever is not a number as it stands."""
+    """A metric or a fact with few digits; other values as printable text."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -65,7 +65,7 @@ def format_value(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """One line that cannot steer the terminal: control characters as their pictures, reversals of direction as dots."""
+    """One line without terminal control: control characters as Unicode symbols, direction overrides as dots."""
 
     def visible(character: str) -> str:
         code, kind = ord(character), unicodedata.category(character)
@@ -80,8 +80,8 @@ def printable(text: str) -> str:
 
 
 def text_width(text: str) -> int:
-    """The columns a text takes on a terminal."""
-    from rich.cells import cell_len  # only now: a command that prints nothing has no time for it
+    """The number of columns a text takes on a terminal."""
+    from rich.cells import cell_len  # imported here, because not every command prints
 
     return cell_len(text)
 
@@ -91,23 +91,23 @@ def clip_to_width(text: str, width: int) -> str:
     if text_width(text) <= width:
         return text
     end = 0
-    for place in range(1, len(text)):
-        # What has no width belongs to the character before it, and so does whatever a joiner ties to it.
-        if text_width(text[place]) == 0 or text[place - 1] == JOINER:
+    for i in range(1, len(text)):
+        # A character of width 0, or after a joiner, belongs to the character before it.
+        if text_width(text[i]) == 0 or text[i - 1] == JOINER:
             continue
-        if text_width(text[:place]) > width - 1:
+        if text_width(text[:i]) > width - 1:
             break
-        end = place
+        end = i
     return text[:end] + "…" if width > 0 else ""
 
 
 def pad_to_width(text: str, width: int) -> str:
-    """The text and as many spaces as fill ``width`` columns."""
+    """The text padded with spaces to ``width`` columns."""
     return text + " " * (width - text_width(text))
 
 
 def format_pairs(values: dict[str, Any], width: int, indent: str = GAP) -> list[str]:
-    """Names and values under each other."""
+    """One line per name and value, with the values aligned."""
     names = [localise(printable(str(name)).replace("_", " ")) for name in values]
     widest = max(map(text_width, names), default=0)
     room = width - widest - 2 * len(GAP)
@@ -117,20 +117,20 @@ def format_pairs(values: dict[str, Any], width: int, indent: str = GAP) -> list[
     ]
 
 
-def format_rows(found: Sequence[dict[str, Any]], width: int) -> list[str]:
-    """Examples: a table where every row fits in a line, else each value on a line of its own under the one before."""
-    names = list(dict.fromkeys(name for row in found for name in row))
-    cells = [[format_value(row[name]) if name in row else "" for name in names] for row in found]
+def format_rows(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
+    """Rows as a table if every row fits on a line, else each value on its own line."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[format_value(row[name]) if name in row else "" for name in names] for row in rows]
     widths = [max(map(text_width, column)) for column in zip(names, *cells, strict=True)]
     if sum(widths) + len(GAP) * len(names) <= width:
         lines = [[printable(name) for name in names], *cells]
         return [(GAP + GAP.join(map(pad_to_width, line, widths))).rstrip() for line in lines]
-    return [line for row in found for line in (*format_pairs(row, width), "")][:-1]
+    return [line for row in rows for line in (*format_pairs(row, width), "")][:-1]
 
 
 @dataclass
 class RunStatus:
-    """The numbers of a run's progress line."""
+    """The numbers in the progress line of a run."""
 
     steps: int
     step: int = 0
@@ -144,7 +144,7 @@ class RunStatus:
     doing: str = ""
 
     def fields(self) -> dict[str, tuple[str, str]]:
-        """What is known, as (label, value)."""
+        """The values that are known, as (label, formatted value)."""
         values = ((name, getattr(self, name)) for name in _STATUS_FIELDS)
         known = {name: value for name, value in values if value is not None}
         return {name: (_STATUS_FIELDS[name][0], _STATUS_FIELDS[name][1](value)) for name, value in known.items()}
@@ -162,7 +162,7 @@ _STATUS_FIELDS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 class Console:
-    """Lines for logs and pipes; without a file nothing is printed."""
+    """Plain lines for logs and pipes; without a file nothing is printed."""
 
     width = 120
 
@@ -170,7 +170,7 @@ class Console:
         self.status, self._file = status, file
 
     def say(self, text: str, style: str = "") -> None:
-        """A line that stays."""
+        """Print a line."""
         if self._file is not None:
             self._file.write(f"{localise(text)}\n")
             self._file.flush()
@@ -180,12 +180,12 @@ class Console:
             self.say(text)
 
     def say_at(self, step: int, text: str, style: str = "") -> None:
-        """A line that begins with a step."""
+        """Print a line that begins with a step."""
         steps = f"{self.status.steps:,}"
         self.say(f"step {step:>{len(steps)},}/{steps}{GAP}{localise(text)}", style)
 
     def line(self) -> None:
-        """``status`` has new numbers."""
+        """Show the numbers of ``status``."""
         fields = self.status.fields().values()
         self.say_at(self.status.step, GAP.join(f"{label} {value}".strip() for label, value in fields))
 
@@ -197,7 +197,7 @@ class Console:
 
 
 class LiveLine(Console):
-    """A terminal: one line that moves at the bottom, and above it what is worth keeping."""
+    """A terminal with a live progress line at the bottom and permanent lines above it."""
 
     def __init__(self, status: RunStatus, file: TextIO, force: bool) -> None:
         super().__init__(status, file)
@@ -210,7 +210,7 @@ class LiveLine(Console):
         self._saved = ""
 
     @property
-    def width(self) -> int:  # type: ignore[override]  # a terminal may be made wider or narrower
+    def width(self) -> int:  # type: ignore[override]  # a terminal can be resized
         return self._console.width
 
     def say(self, text: str, style: str = "") -> None:
@@ -219,18 +219,18 @@ class LiveLine(Console):
         self._console.print(Text(localise(text), style=style), soft_wrap=True)
 
     def report_checkpoint(self, step: int, path: str) -> None:
-        """Every checkpoint would push what matters off the screen; the last one is named in the end."""
+        """Print only the last checkpoint, at the end: a line for each would push the rest off the screen."""
         self._saved = f"saved {path}"
 
     def line(self) -> None:
-        """Begin with the first numbers: before them there is nothing to show."""
+        """Start the live line when the first numbers arrive."""
         if self._live is None:
             from rich.live import Live
 
-            # stdout is never touched: it may be a file. Others' words on stderr (warnings) go above the line.
+            # stdout is not redirected: it may be a file. Other output to stderr (warnings) appears above the line.
             self._live = Live(self, console=self._console, refresh_per_second=5, transient=True, redirect_stdout=False)
             self._live.start()
-            self._console.show_cursor(True)  # a process that ends at once cannot bring it back
+            self._console.show_cursor(True)  # a process that is killed could not show it again
 
     def close(self) -> None:
         if self._live is not None:
@@ -244,17 +244,17 @@ class LiveLine(Console):
         yield self.render(options.max_width, options.encoding.startswith("utf"))
 
     def render(self, width: int, unicode: bool = True) -> Text:
-        """The line in at most ``width`` columns: what matters least goes first where it is narrow."""
+        """The live line in at most ``width`` columns; the least important fields are dropped first."""
         from rich.text import Text
 
         fields = self.status.fields()
         fields.pop("grad_norm", None)
         doing = f"{GAP}{localise(self.status.doing)}" if self.status.doing else ""
-        place = f"{self.status.step:,}/{self.status.steps:,}"
+        steps = f"{self.status.step:,}/{self.status.steps:,}"
         used = 0
         for name in ("", "memory_mib", "lr", "mfu", "tokens_per_s", "left_s"):
             fields.pop(name, None)
-            used = len(place) + text_width(doing) + sum(len(f"{a} {b}".strip()) + len(GAP) for a, b in fields.values())
+            used = len(steps) + text_width(doing) + sum(len(f"{a} {b}".strip()) + len(GAP) for a, b in fields.values())
             if used + len(GAP) + 10 <= width:
                 break
         text = Text(no_wrap=True, overflow="crop", end="")
@@ -263,14 +263,14 @@ class LiveLine(Console):
             full = int(room * done)
             text.append(("━" if unicode else "=") * full, "green")
             text.append(("─" if unicode else "-") * (room - full), "dim").append(GAP)
-        text.append(place, "bold")
+        text.append(steps, "bold")
         for label, value in fields.values():
             text.append(GAP).append(f"{label} " if label else "", "dim").append(value)
         return text.append(doing, "yellow")
 
 
 class SafeStream:
-    """A stream that swallows the failure of writing: a closed pipe or a lost terminal must not end a run."""
+    """A stream that ignores write errors: a closed pipe or a lost terminal must not end a run."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -289,13 +289,13 @@ class SafeStream:
 
 
 def make_console(style: Style, status: RunStatus) -> Console:
-    """``auto``: live where stderr is a terminal that can move its cursor, plain otherwise. ``json``: plain."""
+    """``auto``: live if stderr is a terminal that can move its cursor, else plain. ``json``: plain."""
     if style not in STYLES:
-        raise ValueError(f"style={style!r} is none of {', '.join(STYLES)}")
+        raise ValueError(f"style={style!r} is not one of {', '.join(STYLES)}")
     if style in ("quiet", "records", "off"):
         return Console(status, None)
-    able = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    is_capable = sys.stderr.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
     file: Any = SafeStream(sys.stderr)
-    if style == "live" or (style == "auto" and able):
-        return LiveLine(status, file, force=not able)
+    if style == "live" or (style == "auto" and is_capable):
+        return LiveLine(status, file, force=not is_capable)
     return Console(status, file)

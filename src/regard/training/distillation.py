@@ -1,9 +1,9 @@
-"""Knowledge distillation: a small model learns from a large one, from its probabilities or from what it writes.
+"""Knowledge distillation: a small model learns from the probabilities or from the outputs of a large one.
 
-Word-level, in the loss (Hinton et al. 2015; Kim & Rush 2016), with student p, teacher q and both softened by t:
+Word-level, in the loss (Hinton et al. 2015; Kim & Rush 2016), for student p, teacher q and temperature t:
     (1 - w) · -log p(target)  +  w · t² · KL(q_t ‖ p_t)
-Sequence-level (Kim & Rush 2016): the teacher's beam search translates the training set, and a student learns from that
-as from any other pairs. Marian's students are made in this way.
+Sequence-level (Kim & Rush 2016): the teacher translates the training set with beam search, and a student is trained on
+these pairs like on any others. Marian's student models are made this way.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def distillation_loss(
     weight: float = 0.5,
     temperature: float = 1.0,
 ) -> Tensor:
-    """The sum over a batch's targets. Held-out data, where nothing is learned, has the loss of the data alone."""
+    """The sum of the distillation loss over the targets of a batch; in eval mode, plain ``batch_loss``."""
     if teacher is None or not model.training:
         return batch_loss(model, batch, smoothing)
     logits = model(*batch.inputs, **batch.options)
     with torch.no_grad():
-        taught = teacher(*batch.inputs, **batch.options)
-    log_p, log_q = (F.log_softmax(x.float() / temperature, dim=-1) for x in (logits, taught))
+        teacher_logits = teacher(*batch.inputs, **batch.options)
+    log_p, log_q = (F.log_softmax(x.float() / temperature, dim=-1) for x in (logits, teacher_logits))
     divergence = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
     soft = torch.where(batch.targets != IGNORE, divergence, 0.0).sum()
     hard = cross_entropy(logits, batch.targets, smoothing, batch.weights)
@@ -59,7 +59,7 @@ def distillation_loss(
 
 
 def loss_of_run(recipe: TrainConfig, task: Task) -> LossFunction:
-    """The task's loss or, with a teacher, that of distillation, or with train.r_drop that of two passes."""
+    """The loss of the task; with a teacher that of distillation, with train.r_drop that of R-Drop."""
     if recipe.r_drop:
         return partial(r_drop_loss, weight=recipe.r_drop)
     if recipe.teacher is None:
@@ -68,33 +68,33 @@ def loss_of_run(recipe: TrainConfig, task: Task) -> LossFunction:
 
 
 def open_teacher(path: str, task: Task, student: ModelConfig) -> Model:
-    """The model at ``path``, frozen; UsageError unless it answers the same questions in the same tokens or classes."""
+    """The model at ``path``, frozen; UsageError unless it has the tokens or classes of the student."""
     from ..io import load
 
     if type(task).loss is not batch_loss:
-        raise UsageError(f"train.teacher={path}: the task {task.name} has a loss of its own, without a teacher")
+        raise UsageError(f"train.teacher={path}: the task {task.name} has its own loss and takes no teacher")
     if (problem := task.config.data.problem_type) != "single_label":
         raise UsageError(f"train.teacher={path} teaches classes and tokens, not data.problem_type={problem}")
     teacher = load(path)
-    theirs = teacher.config
-    same_sizes = theirs.output_vocab_size == student.output_vocab_size and theirs.n_classes == student.n_classes
+    config = teacher.config
+    same_sizes = config.output_vocab_size == student.output_vocab_size and config.n_classes == student.n_classes
     if not same_sizes or not same_processors(task.processor, teacher.processor):
-        what = "classes" if task.has_labels else "tokens"
+        outputs = "classes" if task.has_labels else "tokens"
         hint = "data.labels=… names those of the teacher" if task.has_labels else "leave out data.tokenizer"
-        raise UsageError(f"train.teacher={path} has other {what} than this run; {hint}")
-    if theirs.positions == "learned" and task.config.data.max_len > theirs.max_len:
-        raise UsageError(f"train.teacher={path} reads {theirs.max_len} tokens; data.max_len={theirs.max_len} fits it")
+        raise UsageError(f"train.teacher={path} has other {outputs} than this run; {hint}")
+    if config.positions == "learned" and task.config.data.max_len > config.max_len:
+        raise UsageError(f"train.teacher={path} reads {config.max_len} tokens; data.max_len={config.max_len} fits it")
     return teacher.requires_grad_(False).eval()
 
 
 @dataclass(frozen=True)
 class DistilledPairs:
-    """Where a student's training data are, and how many pairs there are."""
+    """The files with the training data of a student, and their sizes."""
 
     path: Path
     pairs: int
-    empty: int  # sources that the teacher had no words for: left out
-    valid: Path | None  # the pairs the teacher's run held out, as they were
+    empty: int  # sources left out because their translation was empty
+    valid: Path | None  # the held-out pairs of the teacher's run, unchanged
     beam: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class DistilledPairs:
         held_out = "" if self.valid is None else f" data.valid={self.valid}"
         lines = [f"{self.path}: {self.pairs:,} sources with the teacher's translations, beam {self.beam}{left_out}"]
         if self.valid is not None:
-            lines.append(f"{self.valid}: what the run held out, with its own targets")
+            lines.append(f"{self.valid}: the held-out pairs of the run, with their own targets")
         return "\n".join([*lines, f"next: regard train translate data.source={self.path}{held_out}"])
 
 
@@ -122,8 +122,8 @@ def distill(
 ) -> DistilledPairs:
     """Translate a training set with a teacher and write the pairs to ``out`` (.tsv or .jsonl), for a student.
 
-    data  fields of DataConfig; without a source, the pairs the teacher's run learned from. The pairs held out, where
-          there are any, go to a second file as they are: ``pairs.tsv`` and ``pairs.valid.tsv``
+    data  fields of DataConfig; without a source, the training pairs of the teacher's run. Held-out pairs, if any, are
+          copied to a second file: ``pairs.tsv`` and ``pairs.valid.tsv``
     """
     target = Path(out)
     if target.suffix not in (".tsv", ".jsonl"):
@@ -152,6 +152,6 @@ def distill(
 def _pair_lines(pairs: list[Pair], suffix: str) -> bytes:
     if suffix == ".jsonl":
         rows = (json.dumps({"source": x.source, "target": x.target}, ensure_ascii=False) for x in pairs)
-    else:  # tabs and line ends separate cells and rows
+    else:  # tabs and line breaks inside a text would break the table
         rows = ("\t".join(" ".join(text.split()) for text in (x.source, x.target)) for x in pairs)
     return "".join(f"{row}\n" for row in rows).encode("utf-8", "surrogatepass")

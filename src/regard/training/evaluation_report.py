@@ -1,4 +1,4 @@
-"""The result of an evaluation: as objects, as text for people, and as a directory written whole or not at all."""
+"""The result of an evaluation: as objects, as text, and as a directory that is written atomically."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class SplitReport:
     """The results on one set of examples."""
 
     name: str
-    n: int  # examples: pairs, texts, images
+    n: int  # number of examples: pairs, texts, images
     metrics: dict[str, Any]
-    details: dict[str, Any] = field(default_factory=dict)  # of classification: ``classes`` and ``confusion``
-    rows: tuple[ExampleResult, ...] = field(default=(), repr=False)  # every example, or every passage of a text
-    passages: bool = False  # whether rows are passages: their output is the likeliest token at each place
+    details: dict[str, Any] = field(default_factory=dict)  # for classifiers: ``classes`` and ``confusion``
+    rows: tuple[ExampleResult, ...] = field(default=(), repr=False)  # one per example, or per passage of a text
+    passages: bool = False  # rows are passages, whose output is the most likely token at each position
     comparisons: tuple[Comparison, ...] = ()
     other: dict[str, Any] = field(default_factory=dict)  # the metrics of the other model
     other_rows: tuple[ExampleResult, ...] = field(default=(), repr=False)
 
     def worst(self, k: int = 20) -> tuple[ExampleResult, ...]:
-        """The k rows with the lowest scores, among equals those with the higher loss; no correct answers."""
+        """The k rows with the lowest scores, ties by the higher loss; correct answers are left out."""
         wrong = [row for row in self.rows if self.passages or not row.is_correct]
         return tuple(sorted(wrong, key=lambda row: (row.score, -(row.loss or 0.0))))[:k]
 
     def other_row(self, index: int) -> ExampleResult | None:
-        """The other model's result for the same example, where each has one."""
+        """The result of the other model for the same example, if there is one for each."""
         return self.other_rows[index] if len(self.other_rows) == len(self.rows) else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class EvaluationReport:
     path: str
     task: str
     weights: str
-    data: dict[str, Any]  # where the examples came from, and their hash
+    data: dict[str, Any]  # the source of the examples and its hash
     options: dict[str, Any]
     splits: tuple[SplitReport, ...]
     against: str | None = None
@@ -69,19 +69,19 @@ class EvaluationReport:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Of the first set, which often is the only one."""
+        """The metrics of the first set, which is often the only one."""
         return self.splits[0].metrics
 
     @property
     def rows(self) -> tuple[ExampleResult, ...]:
-        """Of all sets."""
+        """The rows of all sets."""
         return tuple(row for split in self.splits for row in split.rows)
 
     def __getitem__(self, name: str) -> SplitReport:
         for split in self.splits:
             if split.name == name:
                 return split
-        raise KeyError(f"{name!r} is none of {', '.join(split.name for split in self.splits)}")
+        raise KeyError(f"{name!r} is not one of {', '.join(split.name for split in self.splits)}")
 
     def to_dict(self) -> dict[str, Any]:
         about = {"path": self.path, "task": self.task, "weights": self.weights, "data": self.data}
@@ -109,10 +109,10 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
         if len(classes) > _MAX_CLASSES:
             lines.append(f"{GAP}… and {len(classes) - _MAX_CLASSES:,} more")
         if len(classes) <= _MAX_CONFUSION and "confusion" in split.details:
-            names = [str(each["label"]) for each in classes]  # a row for each true class, a column for each predicted
+            names = [str(each["label"]) for each in classes]
             table = zip(names, split.details["confusion"], strict=True)
-            rows = [{"true ↓ said →": name, **dict(zip(names, row, strict=True))} for name, row in table]
-            lines += ["who is taken for whom", *format_rows(rows, _WIDTH)]
+            rows = [{"true ↓ predicted →": name, **dict(zip(names, row, strict=True))} for name, row in table]
+            lines += ["confusion", *format_rows(rows, _WIDTH)]
     if split.comparisons:
         lines.append(f"against {printable(str(against))}, by paired bootstrap")
         rows = []
@@ -133,14 +133,14 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
 
 
 def check_replaceable(target: Path) -> None:
-    """Refuse a directory that holds anything but an earlier evaluation, as it was written."""
+    """Raise FileExistsError for a directory that holds anything but an unchanged earlier evaluation."""
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; an evaluation is written as a directory")
     if not target.exists() or not any(target.iterdir()):
         return
     names = set(file_names(target))
     if unknown := sorted(names - _FILES):
-        raise FileExistsError(f"{target} holds {unknown[0]}, which is no part of an evaluation; it would be lost")
+        raise FileExistsError(f"{target} holds {unknown[0]}, which is not part of an evaluation and would be lost")
     try:
         manifest = Manifest.read(target)
         if manifest is None or set(manifest.files) != _FILES - {MANIFEST}:
@@ -151,7 +151,7 @@ def check_replaceable(target: Path) -> None:
 
 
 def write_evaluation(target: Path, report: EvaluationReport) -> None:
-    """Write the three files and their manifest into a new directory, which then replaces the old one."""
+    """Write the three files and their manifest to a new directory, which then replaces the old one."""
     check_replaceable(target)
     with replace_directory(target) as folder:
         with atomic_file(folder / OUTPUTS) as file:
@@ -182,7 +182,7 @@ def _worst_markdown(report: EvaluationReport) -> str:
             texts = [("source", row.source), *(("target", text) for text in targets), ("output", row.output)]
             if other := split.other_row(indices[id(row)]):
                 texts.append(("other", other.output))
-            for name, text in texts:  # indented, so that nothing in a text is taken for Markdown
+            for name, text in texts:  # indented as code, so that no text is rendered as Markdown
                 block = "\n".join(f"    {line}" for line in text.splitlines()) or "    (nothing)"
                 parts.append(f"{name}\n\n{block}")
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Fine-tuning: start from trained weights (what fits is copied, the rest is reported), freezing, LoRA and QLoRA."""
+"""Fine-tuning: start from trained weights (matching ones are copied, the rest reported), freezing, LoRA and QLoRA."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ from ..text.processor import Processor
 from ..text.tokenizer import MarianTokenizer, Tokenizer
 from .optimiser import joined_rows
 
-# The same layer, where it stands with another head: an encoder's own pooler, a classifier's.
+# The pooler is part of the encoder or of the classifier, depending on the head.
 _ALSO_CALLED = (("classifier.pooler.", "pooler."), ("pooler.", "classifier.pooler."))
 _TABLES_AND_HEADS = ("token.", "target_token.", "head.", "classifier.", "pooler.")
 M = TypeVar("M", bound=nn.Module)
-# No model has all of these, so a list of targets may name one that is not there; any other must be found.
+# The default targets of LoRA. No model has all of them, so missing ones are not an error; any other target must exist.
 _ATTENTION_LAYERS = ("w_qkv", "w_query", "w_kv", "w_o", "w_q", "w_k", "w_v")
-# Fields that change what weights of the same shape mean.
+# Config fields that change the meaning of weights without changing their shape.
 _MEANINGS = (
     *("n_heads", "n_kv_heads", "positions", "sinusoid_layout", "position_offset", "rope_base", "rope_fraction"),
     *("scale_embeddings", "norm", "norm_place", "residual", "mixer", "attention_scale", "causal", "window"),
     *("sparsity", "sparsity_size", "sparsity_random"),
     *("parallel_residual", "norm_offset", "score_cap", "qk_norm_over", "rope_layers", "window_rope_base"),
-    *("activation", "logit_scale", "logit_cap", "cell", "alignment", "input_feeding"),
+    *("activation", "gate_limit", "logit_scale", "logit_cap", "cell", "alignment", "input_feeding"),
 )
 
 
 @dataclass(frozen=True)
 class WeightTransfer:
-    """Which weights of a trained model a run starts from. LoRA has to train ``unlearned`` beside its own."""
+    """Which weights of a trained model a run starts from. LoRA trains ``unlearned`` in addition to its factors."""
 
     path: str
     copied: tuple[str, ...]
-    partly: tuple[str, ...]  # tables of positions of another length: as many rows as both have
-    new: dict[str, str]  # parameters that keep their initial values, and why
-    unused: tuple[str, ...]  # weights that this model has no place for
-    differs: dict[str, tuple[Any, Any]]  # config fields, theirs and ours, that change what the weights mean
+    partly: tuple[str, ...]  # position tables of another length: the rows that both have are copied
+    new: dict[str, str]  # parameters that keep their initial values, with the reason
+    unused: tuple[str, ...]  # weights of the trained model that this model does not have
+    differs: dict[str, tuple[Any, Any]]  # config fields (theirs, ours) that change the meaning of the weights
 
     @property
     def unlearned(self) -> tuple[str, ...]:
-        """Parameters that must be trained even where the others are frozen."""
+        """Parameters that must be trained even when the others are frozen."""
         return (*self.new, *self.partly)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in started.json, where ``unused`` is called left."""
+        """The content of started.json, where ``unused`` is named "left"."""
         return {"left" if name == "unused" else name: value for name, value in asdict(self).items()}
 
     def to_text(self) -> str:
@@ -67,7 +67,8 @@ class WeightTransfer:
         for name, why in self.new.items():
             reasons.setdefault(why, []).append(name)
         lines += [f"  new, {why}: {_first_names(names)}" for why, names in reasons.items()]
-        lines += [f"  only the rows both have: {_first_names(self.partly)}"] if self.partly else []
+        if self.partly:
+            lines.append(f"  only the rows both have: {_first_names(self.partly)}")
         for name, (theirs, ours) in self.differs.items():
             lines.append(f"  {name} was {theirs!r} there and is {ours!r} here")
         return "\n".join(lines)
@@ -76,31 +77,34 @@ class WeightTransfer:
 def start_from(
     model: Model, path: str, initial: Model, processor: Processor | None = None, *, partial: bool = True
 ) -> WeightTransfer:
-    """Copy into ``model`` what fits of ``initial``, the model at ``path``, by name and shape; UsageError if none does.
+    """Copy the weights of ``initial``, the model at ``path``, that match ``model`` in name and shape.
 
-    Without ``partial`` it is also an error where less than half of the layers' weights fit, tables and heads apart.
-    Rows of token tables belong to tokens, those of a classifier to classes: they are copied only where tokenizers and
-    labels are the same. ``processor`` is what the model will be used with; None: its own.
+    UsageError if none does or, without ``partial``, if less than half of the weights match (embeddings and heads not
+    counted). Rows of embeddings belong to tokens and rows of a classifier to classes: they are copied only if the
+    tokenizers and labels are the same. ``processor`` is the one the model will be used with (default: its own).
     """
-    why_not = _foreign_rows(model, model.processor if processor is None else processor, initial.processor)
-    given = dict(initial.state_dict())
+    not_copied = _foreign_rows(model, model.processor if processor is None else processor, initial.processor)
+    weights = dict(initial.state_dict())
     same_offset = model.config.position_offset == initial.config.position_offset
-    lengths = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Learned)}
-    copied, partly, new, taken = [], [], {}, set()
+    position_tables = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Learned)}
+    copied: list[str] = []
+    partly: list[str] = []
+    new: dict[str, str] = {}
+    used: set[str] = set()
     with torch.no_grad():
         for name, x in model.state_dict().items():
             names = [name, *(there + name.removeprefix(here) for here, there in _ALSO_CALLED if name.startswith(here))]
-            source = next((each for each in names if each in given), None)
+            source = next((each for each in names if each in weights), None)
             if source is None:
                 new[name] = "not among those weights"
                 continue
-            y = given[source]
-            if name in why_not:
-                new[name] = why_not[name]
+            y = weights[source]
+            if name in not_copied:
+                new[name] = not_copied[name]
             elif x.shape == y.shape:
                 x.copy_(y)
                 copied.append(name)
-            elif name in lengths and x.shape[1:] == y.shape[1:] and same_offset:
+            elif name in position_tables and x.shape[1:] == y.shape[1:] and same_offset:
                 rows = min(len(x), len(y))
                 x[:rows].copy_(y[:rows])
                 partly.append(name)
@@ -108,32 +112,32 @@ def start_from(
                 shapes = ("×".join(map(str, each.shape)) or "a number" for each in (y, x))
                 new[name] = "of shape {} there, {} here".format(*shapes)
                 continue
-            taken.add(source)
+            used.add(source)
     share = _share_of_body(model, {*copied, *partly})
     if (not copied and not partly) or (share < 0.5 and not partial):
         sizes = _differences(initial, model, ("architecture", "d_model", "n_layers", "d_ff", *_MEANINGS))
         why = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in sizes.items())
         why = why or "; ".join(f"{name}: {reason}" for name, reason in list(new.items())[:2])
         if not copied and not partly:
-            raise UsageError(f"train.init={path}: none of its weights fits this model ({why})")
+            raise UsageError(f"train.init={path}: none of its weights fit this model ({why})")
         how = "leave out the model fields that differ, or start anyway with train.init_partial=true"
         raise UsageError(f"train.init={path}: only {share:.0%} of this model's layers fit its weights ({why}); {how}")
     parameters = {name for name, _ in model.named_parameters()}
     new = {name: why for name, why in new.items() if name in parameters}
-    unused = tuple(name for name in given if name not in taken)
+    unused = tuple(name for name in weights if name not in used)
     differs = _differences(initial, model, _MEANINGS)
     return WeightTransfer(str(path), tuple(copied), tuple(partly), new, unused, differs)
 
 
 def _share_of_body(model: Model, names: Collection[str]) -> float:
-    """How many numbers of the layers, tables and heads apart, the named parameters hold; 1 where there are none."""
+    """The share of the model's elements, without embeddings and heads, in the named parameters; 1 if it has none."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if not name.startswith(_TABLES_AND_HEADS)}
     total = sum(sizes.values())
     return sum(size for name, size in sizes.items() if name in names) / total if total else 1.0
 
 
 def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None) -> dict[str, str]:
-    """Parameters with a row for each token or class, where those are not the same there, and why they stay."""
+    """Parameters with a row per token or class that the two models do not share, each with the reason."""
     tables: dict[str, list[str]] = {"source": [], "target": []}  # by the side whose tokenizer numbers the rows
     for side, name in (("source", "token"), ("target", "target_token")):
         if getattr(model, name, None) is not None:
@@ -145,15 +149,15 @@ def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None
     reasons = {}
     for side, names in tables.items():
         if names and not _same_tokens(_tokenizer(ours, side), _tokenizer(theirs, side)):
-            reasons.update(dict.fromkeys(names, "the tokens are others"))
+            reasons.update(dict.fromkeys(names, "the tokens differ"))
     labels = [x.labels for x in (ours, theirs) if x is not None and x.labels is not None]
     if len(labels) == 2 and tuple(labels[0]) != tuple(labels[1]):
-        reasons.update(dict.fromkeys(("classifier.out.weight", "classifier.out.bias"), "the classes are others"))
+        reasons.update(dict.fromkeys(("classifier.out.weight", "classifier.out.bias"), "the classes differ"))
     return reasons
 
 
 def same_processors(ours: Processor, theirs: Processor | None) -> bool:
-    """Whether the inputs and outputs of two models mean the same: their tokens, classes and images."""
+    """Whether two models agree in the meaning of inputs and outputs: tokens, classes and images."""
     sides = [(_tokenizer(ours, side), _tokenizer(theirs, side)) for side in ("source", "target")]
     labels, image = (None, None) if theirs is None else (theirs.labels, theirs.image)
     same_labels = None in (labels, ours.labels) or labels == ours.labels
@@ -168,20 +172,20 @@ def _tokenizer(processor: Processor | None, side: str) -> Tokenizer | None:
 
 
 def _same_tokens(ours: Tokenizer | None, theirs: Tokenizer | None) -> bool:
-    """Whether an id is the same piece of text. Where neither side has a tokenizer, ids are all there is."""
+    """Whether ids stand for the same text; True if neither side has a tokenizer."""
     if ours is None or theirs is None:
         return ours is None and theirs is None
     return ours.content == theirs.content or _vocabulary(ours) == _vocabulary(theirs)
 
 
 def _vocabulary(tokenizer: Tokenizer) -> list[str | None]:
-    """Every token as it is written, by id."""
+    """The text of every token, by id."""
     size = max(tokenizer.vocab.values(), default=-1) + 1 if isinstance(tokenizer, MarianTokenizer) else tokenizer.size
     return [tokenizer.token(index) for index in range(size)]
 
 
 def _differences(there: Model, model: Model, fields: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """The config fields that are not the same, theirs and ours."""
+    """The config fields that differ, as (theirs, ours)."""
     configs = [each.config.with_(n_kv_heads=each.config.n_kv_heads or each.config.n_heads) for each in (there, model)]
     pairs = {name: (getattr(configs[0], name), getattr(configs[1], name)) for name in fields}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -193,22 +197,22 @@ def _first_names(names: Sequence[str], most: int = 4) -> str:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Leave the parameters as they are that a pattern names: a name, the start of one up to a dot, * for anything.
+    """Freeze the parameters that match a pattern: a name, the beginning of one up to a dot, or * as a wildcard.
 
-    A pattern that names nothing is an error, and so is leaving nothing to train. Returns the names.
+    Returns their names. ValueError if a pattern matches nothing, or if nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     frozen: set[str] = set()
     for pattern in patterns:
-        hit = [n for n in parameters if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern.rstrip('.')}.*")]
-        if not hit:
-            # Parts of names, as many words long as the pattern, that look like it.
+        matches = [n for n in parameters if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern.rstrip('.')}.*")]
+        if not matches:
+            # Suggest similar parts of names with as many components as the pattern.
             plain, words = pattern.replace("*", "").strip("."), [name.split(".") for name in parameters]
             n = plain.count(".") + 1
-            parts = {".".join(w[at : at + n]) for w in words for at in range(max(1, len(w) - n + 1))}
+            parts = {".".join(w[i : i + n]) for w in words for i in range(max(1, len(w) - n + 1))}
             near = difflib.get_close_matches(plain, sorted(parts), 3, 0.5) or sorted({w[0] for w in words})
-            raise ValueError(f"freeze={pattern!r} names no parameter; the nearest are {', '.join(near)}")
-        frozen.update(hit)
+            raise ValueError(f"freeze={pattern!r} matches no parameter; the nearest are {', '.join(near)}")
+        frozen.update(matches)
     if not any(p.requires_grad for name, p in parameters.items() if name not in frozen):
         raise ValueError(f"freeze={','.join(patterns)} leaves no parameter to train")
     for name in frozen:
@@ -216,16 +220,35 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     return [name for name in parameters if name in frozen]
 
 
-class LoraLinear(nn.Linear):
-    """A Linear with frozen weights of its own and, for each of its ``parts`` that is adapted, a trained A and B.
+def use_language_model(model: nn.Module, path: str | None, take: bool) -> None:
+    """Freeze the language model of a captioner that has one; the image tower, the resampler and the gated
+    cross-attention stay trainable. ``take``: load its weights from ``path`` first."""
+    if path is None:
+        return
+    if take:
+        from ..io import load
 
-    ``parts`` has the rows of the weight each joined matrix takes up; ``adapted`` the names of those that learn.
+        names, state = {"token": "target_token", "embeddings": "target_embeddings"}, {}
+        for name, x in load(path).state_dict().items():
+            first, dot, rest = name.partition(".")
+            state[names.get(first, first) + dot + rest] = x
+        if unknown := model.load_state_dict(state, strict=False).unexpected_keys:
+            raise ValueError(f"the captioner has no parameter for {', '.join(unknown)} of its language model")
+    for name, p in model.named_parameters():
+        if name.startswith(("target_token.", "target_embeddings.", "decoder.", "head.")) and ".cross_" not in name:
+            p.requires_grad_(False)
+
+
+class LoraLinear(nn.Linear):
+    """A Linear with frozen weights and trained low-rank factors, W + (α/r) B A (LoRA, Hu et al. 2022).
+
+    ``parts`` maps each matrix that is joined in the weight to its rows; ``adapted`` names those that get an A and a B.
     """
 
     def __init__(
         self, base: nn.Linear, rank: int, alpha: float, parts: dict[str, slice], adapted: Collection[str]
     ) -> None:
-        # On the meta device nothing is drawn or allocated; weight and bias are the base's own in a moment.
+        # The meta device neither allocates nor draws random numbers; weight and bias are replaced below.
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.train(base.training)
@@ -235,13 +258,13 @@ class LoraLinear(nn.Linear):
         for name, rows in self.rows.items():
             a[name] = nn.Parameter(base.weight.new_empty(rank, base.in_features))
             b[name] = nn.Parameter(base.weight.new_zeros(rows.stop - rows.start, rank))
-            nn.init.normal_(a[name], std=base.in_features**-0.5)  # A x is then of x's own size
+            nn.init.normal_(a[name], std=base.in_features**-0.5)  # A x has the scale of x
         self.lora_a, self.lora_b = nn.ParameterDict(a), nn.ParameterDict(b)
         self.is_switched_off = False
-        self.frozen: NF4Weight | None = None  # the weight in four bits, in place of ``weight``
+        self.frozen: NF4Weight | None = None  # replaces ``weight`` after ``quantise``
 
     def quantise(self) -> None:
-        """Keep the frozen weight in four bits."""
+        """Store the frozen weight in four bits."""
         self.frozen = NF4Weight(self.weight)
         self.register_parameter("weight", None)
 
@@ -249,7 +272,7 @@ class LoraLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) if self.frozen is None else self.frozen.product(x, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The base's output plus the B A x of every part side by side (…, d_out), zeros where one is not adapted."""
+        """The output of the base layer plus (α/r) B A x of each adapted part in the columns of that part (…, d_out)."""
         if self.is_switched_off:
             return self._base(x)
         inner = F.linear(x, torch.cat([self.lora_a[name] for name in self.rows]))  # one product for all parts
@@ -288,29 +311,29 @@ def add_lora(
     targets: Sequence[str] = _ATTENTION_LAYERS,
     keep: Sequence[str] = (),
 ) -> M:
-    """Freeze the model, in place, and give the linear layers that ``targets`` name a trained low-rank addition.
+    """Freeze the model and add trained low-rank factors to the linear layers that ``targets`` name, in place.
 
-    A target is the last part of a layer's name (``w_o``), a whole name, * for anything, or one matrix of a joined
-    weight (``w_q``, ``w_v``, ``w_gate``). ``keep`` are the parameters that go on learning: a new head.
+    A target is the last part of a layer's name (``w_o``), a whole name, a pattern with *, or one matrix of a joined
+    weight (``w_q``, ``w_v``, ``w_gate``). ``keep`` names parameters that stay trainable, such as a new head.
     """
     check_positive(lora=rank)
-    found = _find_layers(model, targets)
+    adapted_layers = _find_layers(model, targets)
     if unknown := sorted(set(keep) - {name for name, _ in model.named_parameters()}):
-        raise ValueError(f"keep names {unknown[0]!r}, which is no parameter of the model")
+        raise ValueError(f"keep names {unknown[0]!r}, which is not a parameter of the model")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in keep)
     replaced: dict[nn.Linear, LoraLinear] = {}
-    for owner, attribute, layer, parts, adapted in found:
-        if layer not in replaced:  # a layer that stands in two places stays one
+    for owner, attribute, layer, parts, adapted in adapted_layers:
+        if layer not in replaced:  # a shared layer stays shared
             replaced[layer] = LoraLinear(layer, rank, 2.0 * rank if alpha is None else alpha, parts, adapted)
         setattr(owner, attribute, replaced[layer])
     return model
 
 
 def quantise_frozen(model: M) -> M:
-    """Store every frozen linear layer in four bits, in place: the base of low-rank additions, and layers without them.
+    """Store every frozen linear layer in four bits, in place, with or without low-rank additions.
 
-    Token tables, heads and norms stay as they are (QLoRA, Dettmers et al. 2023).
+    Embeddings, heads and norms are not changed (QLoRA, Dettmers et al. 2023).
     """
     quantised: dict[nn.Module, NF4Linear] = {}
     for owner in list(model.modules()):
@@ -327,7 +350,7 @@ def quantise_frozen(model: M) -> M:
 
 @contextmanager
 def without_lora(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is the one that its additions were added to, without dropout."""
+    """A context in which the low-rank additions are off: the base model in eval mode."""
     layers, was_training = [x for x in model.modules() if isinstance(x, LoraLinear)], model.training
     model.eval()
     for layer in layers:
@@ -341,9 +364,9 @@ def without_lora(model: nn.Module) -> Iterator[None]:
 
 
 def merge(model: M) -> M:
-    """Fold every addition into its weights, in place: plain layers again, under the names the base had, to be saved.
+    """Fold low-rank additions into the weights, in place; layers are plain again, under the names of the base model.
 
-    All parameters may learn again. Weights in four bits become those they were rounded to, which is what was trained.
+    All parameters become trainable. Weights in four bits are dequantised to the values that were trained with.
     """
     plain: dict[nn.Module, nn.Linear] = {}
     for owner in list(model.modules()):
@@ -356,7 +379,7 @@ def merge(model: M) -> M:
 
 
 def low_rank_additions(model: nn.Module) -> dict[str, list[LowRank]]:
-    """The additions to each layer, by its name."""
+    """The low-rank additions to each layer, by the name of the layer."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
     return {
         name: [LowRank(rows, layer.lora_a[part], layer.lora_b[part]) for part, rows in layer.rows.items()]
@@ -364,14 +387,14 @@ def low_rank_additions(model: nn.Module) -> dict[str, list[LowRank]]:
     }
 
 
-_AdaptedLayer = tuple[nn.Module, str, nn.Linear, dict[str, slice], list[str]]
+_AdaptedLayer = tuple[nn.Module, str, nn.Linear, dict[str, slice], list[str]]  # owner, attribute, layer, parts, adapted
 
 
 def _find_layers(model: nn.Module, targets: Sequence[str]) -> list[_AdaptedLayer]:
-    """Which layers are adapted, in which attribute of which module, and which parts of them."""
-    found: list[_AdaptedLayer] = []
+    """The layers that ``targets`` name, with their owner, their parts and the names of the adapted parts."""
+    layers: list[_AdaptedLayer] = []
     missed = set(targets)
-    available: set[str] = set()  # for the message
+    available: set[str] = set()  # names for the error message
     for prefix, owner in model.named_modules():
         for attribute, layer in owner.named_children():
             if isinstance(layer, LoraLinear):
@@ -379,30 +402,30 @@ def _find_layers(model: nn.Module, targets: Sequence[str]) -> list[_AdaptedLayer
             if not isinstance(layer, nn.Linear):
                 continue
             name = f"{prefix}.{attribute}".lstrip(".")
-            # Layers of a list have only their number for a last part.
+            # The last part of a layer in a list is only its number.
             available.add(f"{name.rpartition('.')[0]}.*" if attribute.isdigit() else attribute)
             parts = _parts(owner, attribute, layer)
             adapted: set[str] = set()
             for target in targets:
                 whole = fnmatchcase(attribute, target) or fnmatchcase(name, target)
-                if hit := set(parts) if whole else {part for part in parts if target == f"w_{part}"}:
-                    adapted |= hit
+                if matches := set(parts) if whole else {part for part in parts if target == f"w_{part}"}:
+                    adapted |= matches
                     missed.discard(target)
             if adapted:
-                found.append((owner, attribute, layer, parts, [part for part in parts if part in adapted]))
+                layers.append((owner, attribute, layer, parts, [part for part in parts if part in adapted]))
     if not available:
         raise ValueError("lora needs linear layers, and this model has none")
-    strange = sorted(missed - set(_ATTENTION_LAYERS)) or (sorted(missed) if not found else [])
-    if strange or not found:
-        near = difflib.get_close_matches(strange[0], sorted(available), 1) if strange else []
+    unknown = sorted(missed - set(_ATTENTION_LAYERS)) or (sorted(missed) if not layers else [])
+    if unknown or not layers:
+        near = difflib.get_close_matches(unknown[0], sorted(available), 1) if unknown else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        what, known = ", ".join(strange) or "nothing", ", ".join(sorted(available))
-        raise ValueError(f"lora_targets={what} is no linear layer of this model, which has {known}{hint}")
-    return found
+        names, known = ", ".join(unknown) or "nothing", ", ".join(sorted(available))
+        raise ValueError(f"lora_targets={names} is not a linear layer of this model, which has {known}{hint}")
+    return layers
 
 
 def _parts(owner: nn.Module, attribute: str, layer: nn.Linear) -> dict[str, slice]:
-    """The matrices a weight joins, by name, and their rows."""
+    """The matrices joined in a weight, by name, with their rows."""
     sizes = joined_rows(owner).get(attribute, {"whole": layer.out_features})
     ends = itertools.accumulate(sizes.values())
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}

@@ -1,4 +1,4 @@
-"""What a run writes as it goes: metrics.jsonl and curves.png. A failure in them never stops a run."""
+"""metrics.jsonl and curves.png of a run. A failure to write them never stops a run."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from .console_display import format_count, format_duration
 from .loggers import Note
 
 TIMINGS = ("seconds", "train_seconds", "tokens_per_s", "mfu", "memory_mib")
-# Okabe and Ito's colours, which stay apart for every kind of colour vision.
+# The Okabe-Ito palette, which is safe for colour-blind readers.
 TRAIN, VALID, RATE = "#0072B2", "#D55E00", "#7A7A7A"
 METRICS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 NOT_METRICS = {"step", "loss", "valid_loss", "tokens", "seconds", "train_seconds", "tokens_per_s", "memory_mib"}
-# With a panel of their own each, best first: what a person looks for before the rest.
-EXPERT_LOAD = ("expert_load_max", "expert_load_min")  # of the experts used most and least, in lines of training
-WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")
-# Few evaluations are dots on a line; of many the line is enough.
+EXPERT_LOAD = ("expert_load_max", "expert_load_min")  # load of the experts used most and least, in training lines
+WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")  # drawn first, in this order
+# Markers of a curve with few evaluations.
 DOTS: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
 Points = tuple[list[float], list[float]]
 
 
 class MetricsFile:
-    """One JSON object a line, on disk as soon as it is written.
+    """One JSON object per line, written to disk unbuffered.
 
-    Opened to go on after ``start_step``, it first drops what is not to be: later steps and a line torn by a crash.
-    A line goes out in one write, and is taken back where the disk holds only part of it.
+    Opening it to continue after ``start_step`` drops the lines of later steps and a line torn by a crash. Each line is
+    one write; if the disk takes only part of it, the file is truncated to the lines before.
     """
 
     def __init__(self, path: Path, start_step: int, note: Note) -> None:
         self.path, self._note, self._failed = path, note, False
         self.last: dict[str, Any] = {}
-        self._here: list[dict[str, Any]] = []  # lines of the last step, without their timings
+        self._last_step: list[dict[str, Any]] = []  # the records of the last step, without timings
         path.parent.mkdir(parents=True, exist_ok=True)
         content, kept = path.read_bytes() if path.exists() else b"", b""
         for line in content.splitlines(keepends=True) if start_step > 0 else []:
@@ -52,9 +51,9 @@ class MetricsFile:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append; numbers that JSON does not know become null. What was said before a crash is not repeated."""
+        """Append a record; NaN and infinity become null. A record already written before a crash is not repeated."""
         record = to_jsonable(record)
-        if record["step"] == self.last.get("step") and without_timings(record) in self._here:
+        if record["step"] == self.last.get("step") and without_timings(record) in self._last_step:
             return
         self._remember(record)
         line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
@@ -70,8 +69,8 @@ class MetricsFile:
 
     def _remember(self, record: dict[str, Any]) -> None:
         if record["step"] != self.last.get("step"):
-            self._here = []
-        self._here.append(without_timings(record))
+            self._last_step = []
+        self._last_step.append(without_timings(record))
         self.last = record
 
     def close(self) -> None:
@@ -79,17 +78,17 @@ class MetricsFile:
 
 
 def without_timings(record: dict[str, Any]) -> dict[str, Any]:
-    """What is the same whenever and wherever a run is made."""
+    """The fields of a record that are reproducible."""
     return {name: value for name, value in record.items() if name not in TIMINGS}
 
 
 def is_evaluation(record: dict[str, Any]) -> bool:
-    """Whether a line is that of an evaluation, not of training."""
+    """Whether a record is of an evaluation and not of training."""
     return "loss_mean" not in record
 
 
 def read_line(line: bytes | str) -> dict[str, Any] | None:
-    """The object of a line of metrics.jsonl; None where it is torn or something else."""
+    """The record in a line of metrics.jsonl; None if the line is torn or not a record."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -98,7 +97,7 @@ def read_line(line: bytes | str) -> dict[str, Any] | None:
 
 
 def draw_curves(metrics_jsonl: Path, png: Path) -> None:
-    """Read the lines written so far and draw them; without any there is nothing to draw, and no file."""
+    """Draw the records written so far; without any, no file is written."""
     with open(metrics_jsonl, encoding="utf-8", errors="replace") as lines:
         records = [record for line in lines if (record := read_line(line)) is not None]
     if not records:
@@ -108,14 +107,14 @@ def draw_curves(metrics_jsonl: Path, png: Path) -> None:
     groups = _groups([record for record in records if is_evaluation(record)])[: 1 if load else 2]
     groups += [load] if load else []
     heights = [1.0] * len(groups) + [0.62 if groups else 1.0]
-    place = {"left": 0.05, "right": 0.88, "top": 0.80, "bottom": 0.10, "wspace": 0.46, "hspace": 0.6}
-    grid = figure.add_gridspec(len(heights), 2, width_ratios=(1.45, 1), height_ratios=heights, **place)
-    most = max(record["step"] for record in records)
-    _draw_loss(_panel(figure, grid[:, 0], "Loss", most), records)
+    margins = {"left": 0.05, "right": 0.88, "top": 0.80, "bottom": 0.10, "wspace": 0.46, "hspace": 0.6}
+    grid = figure.add_gridspec(len(heights), 2, width_ratios=(1.45, 1), height_ratios=heights, **margins)
+    last_step = max(record["step"] for record in records)
+    _draw_loss(_panel(figure, grid[:, 0], "Loss", last_step), records)
     for row, group in enumerate(groups):
         title = "Load of experts, 1 is even" if group == load else " and ".join(map(_name, group))
-        _draw_metrics(_panel(figure, grid[row, 1], title, most), records, group, evaluation=group != load)
-    _draw_rate(_panel(figure, grid[-1, 1], "Learning rate", most), _points(records, "lr", evaluation=False))
+        _draw_metrics(_panel(figure, grid[row, 1], title, last_step), records, group, evaluation=group != load)
+    _draw_rate(_panel(figure, grid[-1, 1], "Learning rate", last_step), _points(records, "lr", evaluation=False))
     _draw_title(figure, metrics_jsonl, records)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", facecolor="white")
@@ -123,9 +122,9 @@ def draw_curves(metrics_jsonl: Path, png: Path) -> None:
 
 
 def _points(records: Iterable[dict[str, Any]], name: str, *, evaluation: bool) -> Points:
-    """Steps and values of the lines that have this number."""
-    found = [(r["step"], r[name]) for r in records if is_evaluation(r) == evaluation and _is_number(r.get(name))]
-    return [step for step, _ in found], [value for _, value in found]
+    """Steps and values of a metric. If a step was evaluated twice, the last one counts: it used all the data."""
+    values = {r["step"]: r[name] for r in records if is_evaluation(r) == evaluation and _is_number(r.get(name))}
+    return list(values), list(values.values())
 
 
 def _is_number(value: Any) -> bool:
@@ -133,14 +132,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _groups(evaluations: list[dict[str, Any]]) -> list[list[str]]:
-    """Metrics that share a scale (percent, or shares of one) share a panel; at most two panels."""
+    """Metrics by panel: those on one scale (percentages, or fractions up to 1) share one; at most two panels."""
     names = [name for record in evaluations for name, value in record.items() if _is_number(value)]
     names = [name for name in dict.fromkeys(names) if name not in NOT_METRICS]
     names.sort(key=lambda name: next((n for n, wanted in enumerate(WANTED) if wanted in name.lower()), len(WANTED)))
     by_scale: dict[str, list[str]] = {}
     for name in names:
-        most = max(abs(r[name]) for r in evaluations if _is_number(r.get(name)))
-        scale = "percent" if _percent(name) else "share" if most <= 1 else name
+        largest = max(abs(r[name]) for r in evaluations if _is_number(r.get(name)))
+        scale = "percent" if _percent(name) else "share" if largest <= 1 else name
         by_scale.setdefault(scale, []).append(name)
     return [group[: len(METRICS)] for group in by_scale.values()][:2]
 
@@ -149,12 +148,12 @@ def _percent(name: str) -> bool:
     return any(word in name.lower() for word in ("bleu", "chrf"))
 
 
-def _panel(figure: Any, place: Any, title: str, most: int) -> Any:
+def _panel(figure: Any, cell: Any, title: str, last_step: int) -> Any:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    panel = figure.add_subplot(place)
+    panel = figure.add_subplot(cell)
     panel.set_title(title, loc="left", fontsize=11, color=INK, pad=8)
-    panel.set_xlim(0, max(1, most) * 1.02)
+    panel.set_xlim(0, max(1, last_step) * 1.02)
     panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     style_panel(panel)
@@ -162,11 +161,11 @@ def _panel(figure: Any, place: Any, title: str, most: int) -> Any:
 
 
 def _draw_loss(panel: Any, records: list[dict[str, Any]]) -> None:
-    """Each step's loss faintly, the mean between lines strongly; validation with its best point marked."""
+    """The loss of single steps in a faint line, their mean in a strong one, and validation with its best point."""
     each, mean = (_points(records, name, evaluation=False) for name in ("loss", "loss_mean"))
     valid = _points(records, "valid_loss", evaluation=True)
     if not each[0] and not valid[0]:
-        panel.text(0.5, 0.5, "no number yet", transform=panel.transAxes, ha="center", color=SOFT)
+        panel.text(0.5, 0.5, "no values yet", transform=panel.transAxes, ha="center", color=SOFT)
         return
     panel.plot(*each, color=TRAIN, linewidth=0.8, alpha=0.28, zorder=2)
     panel.plot(*mean, color=TRAIN, linewidth=1.9, solid_capstyle="round", solid_joinstyle="round", zorder=3)
@@ -178,21 +177,21 @@ def _draw_loss(panel: Any, records: list[dict[str, Any]]) -> None:
     if len(valid[1]) > 1:
         best, x = min(zip(valid[1], valid[0], strict=True))
         panel.plot([x], [best], marker="o", markersize=9, markerfacecolor="none", markeredgecolor=VALID, zorder=5)
-        if x < 0.9 * panel.get_xlim()[1]:  # at the end the label beside it says the number
+        if x < 0.9 * panel.get_xlim()[1]:  # at the end of the curve, its label shows the value
             offset: dict[str, Any] = {"xytext": (0, 14), "textcoords": "offset points", "ha": "center"}
             panel.annotate(f"best {best:.4f}", (x, best), fontsize=9, color=VALID, **offset)
 
 
 def _loss_scale(panel: Any, values: list[float]) -> None:
-    """Logarithmic where the loss fell far, so that the end can be read as well as the beginning."""
+    """A logarithmic axis if the loss fell far, so that its end is as readable as its beginning."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = min(values), max(values)
     if low > 0 and high / low > 4:
         panel.set_yscale("log")
         panel.set_ylim(low / (high / low) ** 0.08, high * (high / low) ** 0.06)
-        fell = high / low
-        subs = (1, 1.5, 2, 3, 4, 5, 7) if fell < 10 else (1, 2, 5) if fell < 30 else (1, 3) if fell < 1e3 else (1,)
+        ticks = {10: (1, 1.5, 2, 3, 4, 5, 7), 30: (1, 2, 5), 1e3: (1, 3), math.inf: (1,)}  # by the ratio of the ends
+        subs = next(subs for ratio, subs in ticks.items() if high / low < ratio)
         panel.yaxis.set_major_locator(LogLocator(subs=subs, numticks=12))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panel.yaxis.set_minor_formatter(NullFormatter())
@@ -209,7 +208,7 @@ def _draw_metrics(panel: Any, records: list[dict[str, Any]], group: list[str], e
         label = f"{_name(name)} " if len(group) > 1 else ""
         ends.append((steps[-1], values[-1], f"{label}{values[-1]:.4g}", colour))
     first = _points(records, group[0], evaluation=evaluation)[1]
-    if len(group) == 1 and max(first) > 1 and not _percent(group[0]):  # perplexity falls as the loss does
+    if len(group) == 1 and max(first) > 1 and not _percent(group[0]):  # such as perplexity, which falls like the loss
         _loss_scale(panel, first)
     low, high = panel.get_ylim()
     if panel.get_yscale() == "linear":
@@ -235,7 +234,7 @@ def _draw_rate(panel: Any, rate: Points) -> None:
 
 
 def _labels(panel: Any, ends: list[tuple[float, float, str, str]]) -> None:
-    """The name of each line at its end, right of the panel and never over another."""
+    """Write the label of each curve to the right of its end, without overlaps."""
     height = panel.get_position().height * panel.figure.get_figheight() * 72  # in points
     gap = 13 / height
     axes_y = [panel.transAxes.inverted().transform(panel.transData.transform((x, y)))[1] for x, y, _, _ in ends]
@@ -243,7 +242,7 @@ def _labels(panel: Any, ends: list[tuple[float, float, str, str]]) -> None:
     placed: list[float] = []
     for n in order:
         placed.append(axes_y[n] if not placed else max(axes_y[n], placed[-1] + gap))
-    # What was pushed up is shared: all move down by half of it.
+    # Labels were only pushed up; shift all down by their mean displacement.
     down = sum(at - axes_y[n] for at, n in zip(placed, order, strict=True)) / max(1, len(placed))
     for at, n in zip(placed, order, strict=True):
         _, _, text, colour = ends[n]
@@ -261,7 +260,7 @@ def _draw_title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
         facts.append(f"{format_count(last['tokens'])} tokens")
     if last.get("seconds"):
         facts.append(format_duration(last["seconds"]))
-    name = file.resolve().parent.name.replace("$", "")  # which would begin a formula
+    name = file.resolve().parent.name.replace("$", "")  # matplotlib reads $ as the start of a formula
     fonts, missing = fonts_for(name)
     title = "Training" if missing or not name else name
     figure.text(0.05, 0.925, title, fontsize=15, weight="bold", color=INK, family=fonts)

@@ -1,6 +1,6 @@
-"""Where else a run's numbers go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow (``train.loggers``).
+"""Loggers of a run besides metrics.jsonl: TensorBoard, Weights & Biases and MLflow (``train.loggers``).
 
-Each opens its library when the run begins and gets the same calls. A failure in one is noted once and stops no run.
+Each opens its library when the run begins and receives the same calls. A failure is noted once and never stops a run.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
 
 Note = Callable[[str], None]
-RUN_IDS = "loggers.json"  # how the run is called by those that give it a name of their own, to go on with it
-PROJECT = "regard"  # of wandb and experiment of MLflow, unless their environment variables name another
+RUN_IDS = "loggers.json"  # the ids that loggers gave to the run, so that a resumed run continues under them
+PROJECT = "regard"  # the wandb project and MLflow experiment, unless environment variables name another
 
 
 class MetricLogger:
-    """Base of all loggers. ``settings``: the run's config, field by field; ``start_step``: after which it goes on."""
+    """Base class of loggers. ``settings`` is the flat config of the run; ``start_step`` the step it continues after."""
 
     name: str
-    says = "nothing is logged there"
+    without = "nothing is logged there"  # the consequence when the library is not installed
 
     def __init__(self, out: Path, start_step: int, settings: Mapping[str, Any], note: Note) -> None:
         self._note, self._writer = note, None
         try:
             self._writer = self.open(out, start_step, settings)
         except ImportError:
-            note(f"{self.name} is not installed: {self.says}")
-        except Exception as failure:  # a full disk, no network, no account: never worth a run
+            note(f"{self.name} is not installed: {self.without}")
+        except Exception as failure:  # a full disk, no network, no account: none may end a run
             self._give_up(failure)
 
     def open(self, out: Path, start_step: int, settings: Mapping[str, Any]) -> Any:
-        """What the library writes with."""
+        """Open the library; returns the object that the ``write_`` methods receive."""
         raise NotImplementedError
 
     def write_scalars(self, writer: Any, step: int, values: dict[str, float]) -> None:
@@ -51,7 +51,7 @@ class MetricLogger:
         raise NotImplementedError
 
     def scalars(self, step: int, values: Mapping[str, Any]) -> None:
-        """Numbers by their names, such as ``train/loss``; whatever is not a finite number is left out."""
+        """Log numbers by name, such as ``train/loss``; values that are not finite numbers are left out."""
         numbers = {name: x for name, x in values.items() if isinstance(x, int | float) and math.isfinite(x)}
         self._call(self.write_scalars, step, numbers)
 
@@ -77,13 +77,13 @@ class MetricLogger:
 class TensorBoard(MetricLogger):
     """Event files in ``tensorboard/``."""
 
-    name, says = "tensorboard", "no events are written"
+    name, without = "tensorboard", "no events are written"
 
     def open(self, out: Path, start_step: int, settings: Mapping[str, Any]) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = out / "tensorboard"
-        # Events of steps that will be made again are hidden, not shown twice.
+        # Hide earlier events of the steps that a resumed run repeats.
         return SummaryWriter(str(folder), purge_step=start_step + 1 if folder.exists() else None, flush_secs=30)
 
     def write_scalars(self, writer: Any, step: int, values: dict[str, float]) -> None:
@@ -105,10 +105,10 @@ class Wandb(MetricLogger):
     def open(self, out: Path, start_step: int, settings: Mapping[str, Any]) -> Any:
         import wandb
 
-        known = _read_run_id(out, self.name) if start_step else None
+        run_id = _read_run_id(out, self.name) if start_step else None
         project = None if "WANDB_PROJECT" in os.environ else PROJECT
-        place: dict[str, Any] = {"project": project, "name": out.name, "dir": str(out)}
-        run = wandb.init(**place, config=dict(settings), id=known, resume="allow")
+        location: dict[str, Any] = {"project": project, "name": out.name, "dir": str(out)}
+        run = wandb.init(**location, config=dict(settings), id=run_id, resume="allow")
         _write_run_id(out, self.name, run.id)
         return run
 
@@ -134,12 +134,12 @@ class MLflow(MetricLogger):
 
         if "MLFLOW_EXPERIMENT_NAME" not in os.environ and "MLFLOW_EXPERIMENT_ID" not in os.environ:
             mlflow.set_experiment(PROJECT)
-        known = _read_run_id(out, self.name) if start_step else None
-        run = mlflow.start_run(run_id=known, run_name=out.name)
-        if known is None:
+        run_id = _read_run_id(out, self.name) if start_step else None
+        run = mlflow.start_run(run_id=run_id, run_name=out.name)
+        if run_id is None:
             _write_run_id(out, self.name, run.info.run_id)
             items = list(settings.items())
-            for first in range(0, len(items), 100):  # most parameters of one request
+            for first in range(0, len(items), 100):  # MLflow takes at most 100 parameters per request
                 mlflow.log_params(dict(items[first : first + 100]))
         return mlflow
 
@@ -157,7 +157,7 @@ LOGGERS: dict[str, type[MetricLogger]] = {logger.name: logger for logger in (Ten
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise where a logger was asked for whose library is not installed; TensorBoard is optional to every run."""
+    """Raise RegardError if the library of a requested logger is not installed; TensorBoard is always optional."""
     for name in names:
         if name != TensorBoard.name and importlib.util.find_spec(name) is None:
             raise RegardError(f'train.loggers={name}: {name} is not installed: pip install "regard[{name}]"')
@@ -170,5 +170,5 @@ def _read_run_id(out: Path, name: str) -> str | None:
 
 def _write_run_id(out: Path, name: str, run_id: str) -> None:
     path = out / RUN_IDS
-    known = parse_json(path.read_bytes(), path) if path.exists() else {}
-    write_atomic(path, to_json({**known, name: run_id}))
+    run_ids = parse_json(path.read_bytes(), path) if path.exists() else {}
+    write_atomic(path, to_json({**run_ids, name: run_id}))

@@ -1,4 +1,4 @@
-"""A training batch, its loss (chunked over a large vocabulary), and the objective that is trained."""
+"""A training batch, the loss functions (chunked for a large vocabulary), and the module that joins model and loss."""
 
 from __future__ import annotations
 
@@ -24,40 +24,47 @@ from ..models.experts import take_router_losses
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The model's arguments and targets.
+    """The arguments of the model and the targets of the loss.
 
-    Targets are token ids (B, T), IGNORE at positions without one; classes (B,); of several labels 1.0 for each that
-    holds (B, labels); or numbers (B,).
+    Targets are token ids (B, T) with IGNORE at positions without one; classes (B,); for multi-label data 0.0 or 1.0
+    for each label (B, labels); or, for regression, numbers (B,).
     """
 
     inputs: tuple[Tensor, ...]
     targets: Tensor
     options: dict[str, Tensor] = field(default_factory=dict)
-    n_tokens: int = 0  # tokens or patches the model reads, without padding; pairs count both sides
-    n_counted: int | None = None  # ``n_targets``, counted before the batch moved to a device
-    weights: Tensor | None = None  # the factor on each target's loss, shaped as the targets; None: 1
+    n_tokens: int = 0  # tokens or patches the model reads, without padding; both sides of a pair count
+    n_counted: int | None = None  # ``n_targets`` as counted before the batch moved to a device
+    weights: Tensor | None = None  # factor on the loss of each target, same shape as the targets; None: all 1
 
     @property
     def n_targets(self) -> int:
-        """How many targets the loss is a sum over."""
+        """The number of targets that the loss sums over."""
         if self.n_counted is not None:
             return self.n_counted
         return self.targets.numel() if self.targets.is_floating_point() else int((self.targets != IGNORE).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """On a device; from pinned memory the copy does not wait."""
+        """Move to a device; from pinned memory the copy is asynchronous."""
         return self.with_counts()._map(lambda x: x.to(device, non_blocking=True))
 
     def with_counts(self) -> Batch:
-        """The same, its targets counted."""
+        """The same batch with ``n_counted`` set, so that ``n_targets`` never synchronises a GPU."""
         return replace(self, n_counted=self.n_targets)
 
     def pin_memory(self) -> Batch:
         return self._map(Tensor.pin_memory)
 
     def repeat_rows(self) -> Batch:
-        """Every row twice: all of them, then all of them again."""
+        """The rows of the batch followed by the same rows again."""
         return self._map(lambda x: torch.cat([x, x]))
+
+    def clone(self) -> Batch:
+        return self._map(Tensor.clone)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the batch, in a fixed order."""
+        return [*self.inputs, self.targets, *self.options.values(), *([] if self.weights is None else [self.weights])]
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         options = {name: change(x) for name, x in self.options.items()}
@@ -67,28 +74,29 @@ class Batch:
 
 
 def shift_targets(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
-    """<bos> a b <eos> (B, T + 1) → the decoder's input <bos> a b and its targets a b <eos>, each (B, T)."""
-    wanted = target[:, 1:]
-    return target[:, :-1].contiguous(), torch.where(wanted == pad_id, IGNORE, wanted)
+    """<bos> a b <eos> (B, T + 1) → the decoder input <bos> a b and the targets a b <eos>, each (B, T)."""
+    shifted = target[:, 1:]
+    return target[:, :-1].contiguous(), torch.where(shifted == pad_id, IGNORE, shifted)
 
 
-# Bytes of fp32 logits: up to this they are held whole, beyond it made in chunks of this size. Measured: with
-# larger chunks a CPU loses time to fresh memory; a GPU must be filled.
+# Largest size of fp32 logits held at once, in bytes; larger ones are computed in chunks of this size. Measured: larger
+# chunks cost a CPU time for fresh memory, smaller ones leave a GPU idle.
 _BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
-# fp16 has nothing between 0 and 6e-8: probabilities, at most 1, are lifted out of the way of that, exactly.
+# fp16 cannot represent numbers between 0 and 6e-8. Slopes, at most 1 in size, are multiplied by this power of two
+# before they are rounded to fp16, and the product is divided by it.
 _LIFT = 2.0**15
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_ALIGNMENT = 128  # of the vocabulary in a product on a GPU
-_SHARE_OF_MEMORY = 16  # there bf16 logits take at most this part of the memory; beyond that rows go in chunks
-_ROWS_AT_ONCE = {"cuda": 8192}  # of logits in ``token_losses``; 1024 elsewhere
+_ALIGNMENT = 128  # the fused loss pads the vocabulary to a multiple of this
+_SHARE_OF_MEMORY = 16  # the fused loss holds bf16 logits of at most 1/16 of GPU memory at once
+_ROWS_AT_ONCE = {"cuda": 8192}  # rows of logits per chunk in ``token_losses``; 1024 on other devices
 LossFunction = Callable[..., Tensor]  # (model, batch, smoothing) → the sum over the batch's targets
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weights: Tensor | None = None) -> Tensor:
-    """The sum over targets of -Σ_c y_c log p_c, y smoothed (Szegedy et al. 2016; Vaswani et al. 2017, §5.4).
+    """The sum over targets of -Σ_c y_c log p_c with smoothed y (Szegedy et al. 2016; Vaswani et al. 2017, §5.4).
 
-    y = (1 - smoothing) · one-hot + smoothing / classes. The caller divides by the number of targets. ``weights``,
-    shaped as the targets, are factors on the terms of this sum.
+    y = (1 - smoothing) · one-hot + smoothing / classes. The caller divides by the number of targets. ``weights``, of
+    the same shape as the targets, multiply the terms of the sum.   logits (…, classes), targets (…) → ()
     """
     flat = logits.flatten(0, -2)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -99,8 +107,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0, weigh
 
 
 def label_losses(logits: Tensor, targets: Tensor, problem_type: ProblemType) -> Tensor:
-    """The loss of every target of a classifier, shaped as the targets: cross-entropy of classes (B,), binary
-    cross-entropy of each label (B, labels), squared error of numbers (B,).   logits (B, classes)"""
+    """The loss of each target of a classifier, in the shape of the targets.
+
+    Cross-entropy for classes (B,), binary cross-entropy for labels (B, labels), squared error for numbers (B,).
+    logits (B, classes)
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     match problem_type:
         case "single_label":
@@ -122,39 +133,40 @@ def linear_cross_entropy(
     cap: float | None = None,
     fp8: bool = False,
 ) -> Tensor:
-    """``cross_entropy(hidden @ weightᵀ + bias, targets)`` whose logits, where they are large, are never held whole.
+    """``cross_entropy(hidden @ weightᵀ + bias, targets)`` without materialising large logits.
 
-    hidden (…, M), weight (V, M). A vocabulary of 50,000 at 65,536 tokens would be 13 GB of fp32 logits, and as much
-    again for their gradient; here it is chunk × V of each. Small logits are held whole: nothing is saved by less.
+    hidden (…, M), weight (V, M). A vocabulary of 50,000 with 65,536 tokens would need 13 GB of fp32 logits, and as much
+    again for their gradient; here each takes chunk × V. Small logits are computed at once.
 
     Rows without a target are left out of the products. Counting them on a GPU would synchronise, so there all rows
     are computed unless ``n_counted`` gives the exact number of targets other than IGNORE.
-    ``chunk`` rows at a time, else as many as suit the device. ``cap``: of logits cap · tanh(logit / cap).
+    ``chunk`` is the number of rows per chunk (default: chosen for the device). ``cap`` replaces each logit by
+    cap · tanh(logit / cap).
 
-    In bf16 on a GPU a kernel of ours (``kernels.token_loss``) computes the same, whatever the size. ``fp8``: its
-    products in eight bits, where that kernel runs.
-    torch 2.13 has a chunked loss too: without label smoothing, without torch.compile, and with every row.
+    In bf16 on a GPU the kernel ``kernels.token_loss`` computes the same at any size; with ``fp8`` the gradient of
+    hidden is then a product in eight bits. torch 2.13 also has a chunked loss, but without label smoothing, without
+    torch.compile and without skipping rows.
     """
     rows, flat = hidden.flatten(0, -2), targets.flatten()
-    most = _BYTES.get(rows.device.type, _BYTES["cuda"]) // (4 * weight.shape[0])
-    skips_rows = n_counted is not None and 2 * n_counted <= rows.shape[0]  # worth leaving out the others, however small
     device = rows.device.type
-    low = torch.is_autocast_enabled(device) and rows.dtype != torch.float64  # which autocast leaves as it is
-    dtype = torch.get_autocast_dtype(device) if low else rows.dtype
+    max_rows = _BYTES.get(device, _BYTES["cuda"]) // (4 * weight.shape[0])
+    skips_rows = n_counted is not None and 2 * n_counted <= rows.shape[0]  # pays off even for small logits
+    autocasts = torch.is_autocast_enabled(device) and rows.dtype != torch.float64  # autocast leaves fp64 alone
+    dtype = torch.get_autocast_dtype(device) if autocasts else rows.dtype
     fused = has_fused_loss(rows.device, dtype)
     if not fused and cap is not None:
         return cross_entropy(torch.tanh(F.linear(rows, weight, bias) / cap) * cap, flat, smoothing)
-    if not fused and chunk is None and rows.shape[0] <= most and not skips_rows:
+    if not fused and chunk is None and rows.shape[0] <= max_rows and not skips_rows:
         return cross_entropy(F.linear(rows, weight, bias), flat, smoothing)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, weight, bias)]
-    size = max(1, most) if chunk is None and not fused else chunk
+    size = max(1, max_rows) if chunk is None and not fused else chunk
     dtype = E4M3 if fused and fp8 and weight.shape[1] % 16 == 0 else dtype
     total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, n_counted, dtype, *needs, cap)
     return total
 
 
 def has_fused_loss(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the loss of a product of this type is computed by the kernel of ``kernels.token_loss``."""
+    """Whether ``kernels.token_loss`` computes the loss of logits in this dtype."""
     return dtype in (torch.bfloat16, E4M3) and HAS_TRITON and (device.type == "cuda" or INTERPRETED)
 
 
@@ -173,26 +185,27 @@ def _chunked(
     for_bias: bool,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss and its gradients: that of a chunk is made beside its loss, softmax(z) - y, and its logits can go.
+    """The loss and its gradients in hidden, weight and bias.
 
-    An operator of its own, so that torch.compile takes it as it is, whatever the lengths, and never unrolls the chunks.
+    The forward pass also computes the gradient of each chunk of logits, softmax(z) - y, so the logits can be freed.
+    A custom operator, so that torch.compile neither unrolls the chunks nor recompiles for other lengths.
     """
-    places = _places(targets, n_counted)
+    target_rows = _target_rows(targets, n_counted)
     if has_fused_loss(hidden.device, dtype):
         x, y, needs = hidden, targets, (for_hidden, for_weight, for_bias)
-        if places is not None:
-            x, y = hidden[places], targets[places]
-        total, d_x, *others = _fused_loss(x, weight, bias, y, smoothing, cap, chunk, dtype == E4M3, needs)
-        if places is not None and for_hidden:
-            d_x = d_x.new_zeros(hidden.shape).index_copy_(0, places, d_x)
-        return total, d_x, others[0], others[1]
+        if target_rows is not None:
+            x, y = hidden[target_rows], targets[target_rows]
+        total, d_x, d_weight, d_bias = _fused_loss(x, weight, bias, y, smoothing, cap, chunk, dtype == E4M3, needs)
+        if target_rows is not None and for_hidden:
+            d_x = d_x.new_zeros(hidden.shape).index_copy_(0, target_rows, d_x)
+        return total, d_x, d_weight, d_bias
     assert chunk is not None
     total, d_hidden, d_weight, d_bias = _zeros(hidden, weight, dtype, for_hidden, for_weight, for_bias)
-    n_rows = targets.shape[0] if places is None else places.shape[0]
+    n_rows = targets.shape[0] if target_rows is None else target_rows.shape[0]
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(hidden.device.type, enabled=False):  # each product's dtype is chosen here
+    with torch.autocast(hidden.device.type, enabled=False):  # the dtype of each product is chosen here
         for start in range(0, n_rows, chunk):
-            part: Any = slice(start, start + chunk) if places is None else places[start : start + chunk]
+            part: Any = slice(start, start + chunk) if target_rows is None else target_rows[start : start + chunk]
             x, y = hidden[part].to(dtype), targets[part]
             loss, d_logits = _loss_and_slope(F.linear(x, w, b), y, smoothing, for_hidden or for_weight or for_bias)
             total += loss
@@ -216,12 +229,13 @@ def _fused_loss(
     fp8: bool,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum of the loss, fp32, and its gradients in hidden (rows, M), weight (V, M) and bias (V,), bf16.
+    """The sum of the loss in fp32, and its gradients in hidden (rows, M), weight (V, M) and bias (V,) in bf16.
 
-    Logits are written once by a product, read and overwritten with their slope once by a kernel, and two products make
-    the gradients from it. Of 50,257 columns a product is not aligned, and cuBLAS falls back to kernels of an old
-    architecture: for the length of a step the weight is padded to a multiple of 128 rows, without probability.
-    ``fp8``: logits and the gradient in hidden are products in eight bits.
+    A product writes the logits, one kernel overwrites them with their slope p - y, and two products compute the
+    gradients from that. With an unaligned width such as 50,257, cuBLAS falls back to kernels for an old architecture:
+    the weight is therefore padded to a multiple of 128 rows, which get no probability.
+    ``fp8`` computes the gradient of hidden in eight bits. The logits stay in bf16: in fp8 their softmax would make
+    gradients 5 % too large.
     """
     from ..kernels.token_loss import LIFT, loss_and_slope
 
@@ -233,24 +247,20 @@ def _fused_loss(
     size = _rows_in_memory(hidden.device, len(w)) if chunk is None else chunk
     total = hidden.new_zeros((), dtype=torch.float32)
     d_hidden = hidden.new_empty(hidden.shape if for_hidden else 0, dtype=torch.bfloat16)
-    wide = torch.float32 if n_rows > size else torch.bfloat16  # sums over several chunks
-    d_weight = hidden.new_zeros(w.shape if for_weight else 0, dtype=wide)
+    sum_dtype = torch.float32 if n_rows > size else torch.bfloat16  # a sum over several chunks needs fp32
+    d_weight = hidden.new_zeros(w.shape if for_weight else 0, dtype=sum_dtype)
     d_bias = hidden.new_zeros(len(w) if for_bias else 0, dtype=torch.float32)
-    w8 = (fp8_linear.scale_rows(w, E4M3), fp8_linear.scale_rows(w.T, E4M3)) if fp8 else None
+    w8 = fp8_linear.scale_rows(w.T, E4M3) if fp8 and for_hidden else None
     for start in range(0, n_rows, size):
         x, y = hidden[start : start + size].bfloat16(), targets[start : start + size]
-        eighths = None
-        if w8 is None:
-            logits = F.linear(x, w, b)
-        else:
-            logits = fp8_linear.product(fp8_linear.scale_rows(x, E4M3), w8[0], b)
-            eighths = torch.empty_like(logits, dtype=fp8_linear.E5M2) if for_hidden else None
-        total += loss_and_slope(logits, y, n_classes, IGNORE, smoothing, cap, any(needs), eighths).sum()
+        logits = F.linear(x, w, b)
+        slope8 = None if w8 is None else torch.empty_like(logits, dtype=fp8_linear.E5M2)
+        total += loss_and_slope(logits, y, n_classes, IGNORE, smoothing, cap, any(needs), slope8).sum()
         if for_bias:
             d_bias += logits.sum(0, dtype=torch.float32)
-        if w8 is not None and eighths is not None:
+        if w8 is not None and slope8 is not None:
             scale = torch.full((len(x), 1), 1 / LIFT, device=x.device)
-            d_hidden[start : start + size] = fp8_linear.product((eighths, scale), w8[1], gradient=True)
+            d_hidden[start : start + size] = fp8_linear.product((slope8, scale), w8, gradient=True)
         elif for_hidden:
             torch.mm(logits, w, out=d_hidden[start : start + size])
         if for_weight and n_rows <= size:
@@ -261,25 +271,30 @@ def _fused_loss(
 
 
 def _rows_in_memory(device: torch.device, width: int) -> int:
-    """How many rows of bf16 logits take up a small share of a GPU's memory."""
+    """The number of rows of bf16 logits that fill 1/_SHARE_OF_MEMORY of the GPU."""
     if device.type != "cuda":
         return 1024
     return max(1024, torch.cuda.get_device_properties(device).total_memory // (_SHARE_OF_MEMORY * 2 * width))
 
 
-def _places(targets: Tensor, n_counted: int | None) -> Tensor | None:
-    """The rows with a target, in order; None: all of them, or unknown without synchronising a GPU."""
+def _target_rows(targets: Tensor, n_counted: int | None) -> Tensor | None:
+    """Indices of the rows with a target, in order; None to compute all rows: all have one, or a GPU would have to
+    synchronise to tell."""
     if n_counted is not None:
-        everything = n_counted >= len(targets)
-        return None if everything else (targets == IGNORE).byte().argsort(stable=True)[:n_counted]
+        if n_counted >= len(targets):
+            return None
+        return (targets == IGNORE).byte().argsort(stable=True)[:n_counted]
     if targets.device.type != "cpu":
         return None
-    places = (targets != IGNORE).nonzero()[:, 0]
-    return None if len(places) == len(targets) else places
+    rows = (targets != IGNORE).nonzero()[:, 0]
+    return None if len(rows) == len(targets) else rows
 
 
 def _loss_and_slope(logits: Tensor, y: Tensor, smoothing: float, slope: bool) -> tuple[Tensor, Tensor]:
-    """-Σ y log p over a chunk, and its slope p - y in the logits (rows, V); rows to ignore give zeros."""
+    """-Σ y log p over a chunk, and its slope p - y in the logits (rows, V), zero in ignored rows.
+
+    Without ``slope`` the second tensor is meaningless.
+    """
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_p = torch.log_softmax(logits, dim=-1, dtype=wide)
     counts = y != IGNORE
@@ -298,10 +313,10 @@ def _loss_and_slope(logits: Tensor, y: Tensor, smoothing: float, slope: bool) ->
 
 
 def _product(slope: Tensor, x: Tensor) -> Tensor:
-    """slope @ x in the dtype of x, its sums kept as wide as ``slope``: they outgrow fp16, and chunks add to them."""
+    """slope @ x multiplied in the dtype of x, but summed in that of ``slope``: fp16 sums would overflow."""
     if x.dtype == slope.dtype:
         return slope @ x
-    if not x.is_cuda:  # no CPU product gives a wider result than it takes
+    if not x.is_cuda:  # torch.mm takes out_dtype only on CUDA
         return slope @ x.float() if x.dtype == torch.float16 else (slope.to(x.dtype) @ x).float()
     if x.dtype == torch.float16:
         return torch.mm((slope * _LIFT).half(), x, out_dtype=torch.float32).div_(_LIFT)
@@ -311,7 +326,7 @@ def _product(slope: Tensor, x: Tensor) -> Tensor:
 def _zeros(
     hidden: Tensor, weight: Tensor, dtype: torch.dtype, for_hidden: bool, for_weight: bool, for_bias: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The sum and the three gradients to begin with; those nobody needs have no numbers."""
+    """Zeros for the sum and the three gradients; a gradient that is not needed is empty."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = hidden.new_zeros((), dtype=wide)
     wide = torch.bfloat16 if has_fused_loss(hidden.device, dtype) else wide
@@ -343,11 +358,11 @@ _chunked.register_autograd(_backward, setup_context=_setup_context)
 
 
 class Objective(nn.Module):
-    """Model and loss as one module, so that it can be compiled, wrapped and sharded as one.
+    """Model and loss as one module, to be compiled, wrapped and sharded together.
 
-    A batch → the sum of the loss over its targets; the caller divides by their number over all processes. In training
-    the losses of routers are part of it, and ``router_numbers`` says how the last batch was routed.
-    ``reference`` is a frozen model that the loss compares with, its last argument where there is one.
+    ``forward(batch)`` returns the sum of the loss over the targets; the caller divides by their number over all
+    processes. In training it includes the losses of the routers, and ``router_numbers`` describes how the last batch
+    was routed. ``reference``, if given, is a frozen model that is passed to the loss as its last argument.
     """
 
     def __init__(
@@ -359,7 +374,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.smoothing, self.loss = model, smoothing, batch_loss if loss is None else loss
-        self._reference = (reference,)  # in a tuple, so that it is no submodule: neither trained, sharded nor saved
+        self._reference = (reference,)  # a tuple hides it from nn.Module: it is not trained, sharded or saved
         self.router_numbers: dict[str, Tensor] = {}
 
     @property
@@ -376,11 +391,11 @@ class Objective(nn.Module):
         return getattr(getattr(self.model, "config", None), "experts", None) is not None
 
     def _router_loss(self, batch: Batch) -> Tensor:
-        """The routers' losses, meant over layers, as often as there are targets, by whose number the sum is divided."""
+        """The mean of the routers' losses over layers, times the number of targets, by which the caller divides."""
         config, layers = self.model.config, take_router_losses(self.model)
         balance, z, load = (torch.stack(parts) for parts in zip(*layers, strict=True))
         total = config.balance_loss * balance.mean() + config.router_z_loss * z.mean()
-        load = load * load.shape[-1]  # (layers, E), 1 where all are used alike
+        load = load * load.shape[-1]  # (layers, E), 1 when all experts are used equally
         numbers = {"router_loss": total, "expert_load_max": load.amax(), "expert_load_min": load.amin()}
         self.router_numbers = {name: x.detach() for name, x in numbers.items()}
         targets = batch.targets
@@ -388,24 +403,49 @@ class Objective(nn.Module):
         return total * n_targets
 
 
-def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
-    """The sum of the loss over a batch's targets: the cross-entropy, or what ``label_losses`` has.
+def info_nce(logits: Tensor, smoothing: float = 0.0) -> Tensor:
+    """-½ Σ_i (log softmax(L_i:)_i + log softmax(L_:i)_i): image i among all texts, text i among all images.
 
-    Token logits of a large vocabulary are never held whole: the head's matrix goes into the loss with the states.
+    InfoNCE (van den Oord et al. 2018) in both directions, as in CLIP (Radford et al. 2021).   L (B, B) → ()
+    """
+    diagonal = torch.arange(len(logits), device=logits.device)
+    return (cross_entropy(logits, diagonal, smoothing) + cross_entropy(logits.T, diagonal, smoothing)) / 2
+
+
+def pairwise_sigmoid(logits: Tensor) -> Tensor:
+    """-Σ_ij log σ(s_ij L_ij), s_ij = 1 for i = j, else -1: does each pair belong together? (SigLIP, Zhai et al. 2023).
+
+    logits L (B, B) → ()
+    """
+    signs = 2 * torch.eye(len(logits), device=logits.device) - 1
+    return -F.logsigmoid(signs * logits.float()).sum()
+
+
+def contrast_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """The contrastive loss ``config.contrast`` of a two-tower model, summed over the pairs of a batch."""
+    logits = model(*batch.inputs, **batch.options)
+    return pairwise_sigmoid(logits) if model.config.contrast == "sigmoid" else info_nce(logits, smoothing)
+
+
+def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """The sum of the loss over the targets of a batch: token cross-entropy, or ``label_losses`` for a classifier.
+
+    Token logits of a large vocabulary are not materialised: ``linear_cross_entropy`` takes the states and the head's
+    matrix.
     """
     head = getattr(model, "head", None)
     if not isinstance(head, TokenHead):
         logits, targets = model(*batch.inputs, **batch.options), batch.targets
-        # A module of one's own may have no config; its logits are those of classes.
+        # A user's own module may have no config; its logits are taken as classes.
         problem_type: Any = getattr(getattr(model, "config", None), "problem_type", "single_label")
         if problem_type == "single_label":
             return cross_entropy(logits, targets, smoothing, batch.weights)
-        if problem_type == "multi_label":  # each label is a question of two answers
+        if problem_type == "multi_label":  # each label is a choice between two classes
             targets = targets * (1 - smoothing) + smoothing / 2
         losses = label_losses(logits, targets, problem_type)
         return (losses if batch.weights is None else losses * batch.weights).sum()
     states, weight = _states_and_weight(model, batch)
-    # Compiled, a number that differs from batch to batch would be compiled anew.
+    # torch.compile would recompile for every new number.
     n_targets = None if torch.compiler.is_compiling() else batch.n_counted
     return linear_cross_entropy(
         states, weight, batch.targets, head.bias, smoothing, n_counted=n_targets, cap=head.cap, fp8=head.fp8
@@ -415,8 +455,8 @@ def batch_loss(model: Model, batch: Batch, smoothing: float = 0.0) -> Tensor:
 def r_drop_loss(model: Model, batch: Batch, smoothing: float = 0.0, *, weight: float = 5.0) -> Tensor:
     """½ (L₁ + L₂) + weight · ¼ (KL(p₁ ‖ p₂) + KL(p₂ ‖ p₁)) of two passes with dropout (R-Drop, Liang et al. 2021).
 
-    Half of the paper's sum, so that a target weighs as much as in ``batch_loss``, which is the loss of held-out data.
-    Both passes are one over the batch and its copy, since every row has a dropout of its own.
+    This is half of the paper's sum, so that a target weighs as much as in ``batch_loss``, which evaluation uses.
+    Both passes run as one over the batch and its copy, since dropout is independent for each row.
     """
     if not model.training:
         return batch_loss(model, batch, smoothing)
@@ -430,20 +470,20 @@ def r_drop_loss(model: Model, batch: Batch, smoothing: float = 0.0, *, weight: f
 
 @torch.no_grad()
 def token_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """-log p of every target (n,) and the likeliest token in its place (n,), in the order of the batch."""
+    """-log p of each target (n,) and the most likely token at its position (n,), in the order of the batch."""
     head, is_target = cast(TokenHead, model.head), batch.targets != IGNORE
     states, weight = _states_and_weight(model, batch)
-    losses, likeliest = [], []
+    losses, predictions = [], []
     size = _ROWS_AT_ONCE.get(states.device.type, 1024)
     for x, y in zip(states[is_target].split(size), batch.targets[is_target].split(size), strict=True):
         logits = head.cap_logits(F.linear(x, weight, head.bias).float())
         losses.append(F.cross_entropy(logits, y, reduction="none"))
-        likeliest.append(logits.argmax(-1))
-    return torch.cat(losses), torch.cat(likeliest)
+        predictions.append(logits.argmax(-1))
+    return torch.cat(losses), torch.cat(predictions)
 
 
 def _states_and_weight(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The states the output matrix is applied to (B, T, M), and that matrix (V, M)."""
+    """The states (B, T, M) that the output matrix is applied to, and that matrix (V, M)."""
     head = cast(TokenHead, model.head)
     states = head.hidden(model.hidden(*batch.inputs, **batch.options))
     return states, model.output_table if head.weight is None else head.weight

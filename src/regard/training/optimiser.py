@@ -1,6 +1,6 @@
-"""Learning-rate schedules, Muon, and the optimisers of a run as one thing.
+"""Learning-rate schedules, Muon, and a wrapper for the one or two torch optimisers of a run.
 
-The learning rate is a pure function of the step: nothing to store, nothing to resume.
+The learning rate is a pure function of the step, so a checkpoint stores nothing for it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from ..models.recurrent_cells import Gates
 from .shards import is_dtensor, shard_like
 
 Schedule = Callable[[int], float]  # the factor on the peak learning rate at a step, counted from 1
-# Of a quintic that lifts every singular value in (0, 1] to about 1 in five steps; exactness is given up for slope at 0.
+# Coefficients of the quintic of Muon (Jordan 2024): five iterations bring every singular value in (0, 1] near 1. They
+# maximise the slope at 0 and do not converge to exactly 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-# Numbers made orthogonal at once, 128 MiB in bf16: large matrices fill the machine one by one.
-_MOST_AT_ONCE = 1 << 26
-_FUSED_ON = ("cpu", "cuda", "mps")  # one kernel for all of a step; on a CPU 4 to 7 times faster than foreach and loop
-_PEAK = "peak"  # each group's own learning rate, which the schedule's factor multiplies
+# Most elements orthogonalised in one stack, 128 MiB in bf16: matrices beyond this size fill the device on their own.
+_MAX_STACK_ELEMENTS = 1 << 26
+_FUSED_ON = ("cpu", "cuda", "mps")  # devices with a fused Adam kernel; on a CPU it is 4 to 7 times faster than foreach
+_PEAK = "peak"  # key of a group's peak learning rate, which the schedule's factor multiplies
 
 
 def schedule_of(train: TrainConfig) -> Schedule:
-    """The schedule ``train`` describes. ``train.lr`` is the peak of every one of them, the paper's included.
+    """The schedule that ``train`` describes. ``train.lr`` is the peak of every schedule, including the paper's.
 
     train.lr=paper_lr(d_model, train.warmup) gives the paper's own rates.
     """
     if start := train.schedule_start:
-        again = schedule_of(train.with_(schedule_start=0, steps=train.steps - start))
-        return lambda step: again(max(1, step - start))
+        restarted = schedule_of(train.with_(schedule_start=0, steps=train.steps - start))
+        return lambda step: restarted(max(1, step - start))
     match train.schedule:
         case "noam":
             return noam(train.warmup)
@@ -58,9 +59,9 @@ def paper_lr(d_model: int, warmup: int) -> float:
 
 
 def noam(warmup: int) -> Schedule:
-    """The paper's (Vaswani et al. 2017, eq. 3), scaled so that its peak, at the end of the warm-up, is 1.
+    """The schedule of Vaswani et al. (2017, eq. 3), scaled so that its peak, at the end of the warm-up, is 1.
 
-    factor = min(step^-0.5, step · warmup^-1.5) · warmup^0.5, times the peak of ``paper_lr``: the paper's rates.
+    factor = min(step^-0.5, step · warmup^-1.5) · warmup^0.5; times ``paper_lr`` it is the paper's learning rate.
     """
     warmup = max(warmup, 1)
     return lambda step: min((warmup / step) ** 0.5, step / warmup)
@@ -79,7 +80,7 @@ def cosine(warmup: int, steps: int, floor: float = 0.0) -> Schedule:
 
 
 def warmup_stable_decay(warmup: int, steps: int, decay: float = 0.2, floor: float = 0.0) -> Schedule:
-    """Up, level, and down in a straight line over the last ``decay`` share of the steps (Hu et al. 2024)."""
+    """Linear warm-up, constant, then linear decay over the last ``decay`` share of the steps (Hu et al. 2024)."""
     start = max(warmup, steps - round(decay * steps))
 
     def factor(step: int) -> float:
@@ -93,12 +94,16 @@ def warmup_stable_decay(warmup: int, steps: int, decay: float = 0.2, floor: floa
 
 
 def constant(warmup: int) -> Schedule:
-    """Linear warm-up, then level."""
+    """Linear warm-up, then a constant rate."""
     return lambda step: min(1.0, step / max(warmup, 1))
 
 
 class Muon(torch.optim.Optimizer):
-    """For 2-D parameters. ``joined`` gives the rows of each matrix in the parameters that hold more than one."""
+    """Momentum whose update is orthogonalised by a Newton-Schulz iteration (Jordan et al. 2024); 2-D parameters only.
+
+    ``joined`` gives, for a parameter that stacks several matrices, the number of rows of each; every matrix is
+    orthogonalised separately.
+    """
 
     def __init__(
         self,
@@ -149,47 +154,47 @@ class Muon(torch.optim.Optimizer):
         buffers = [self.state[param]["momentum"] for param in params]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         updates: Any = torch._foreach_lerp(grads, buffers, momentum) if group["nesterov"] else buffers
-        # What is made orthogonal must be whole: a gradient sharded over processes is gathered, for its spectrum is.
+        # Orthogonalising needs the whole matrix: updates sharded over processes are gathered.
         updates = [update.full_tensor() if is_dtensor(update) else update for update in updates]
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         rows = [self._rows(param) for param in params]
         pieces = [piece for update, sizes in zip(updates, rows, strict=True) for piece in update.split(sizes)]
         directions = iter(orthogonal(pieces, group["steps"]))
-        here: list[tuple[Tensor, Tensor]] = []
+        unsharded: list[tuple[Tensor, Tensor]] = []
         for param, sizes in zip(params, rows, strict=True):
-            found = [next(directions) for _ in sizes]
+            param_directions = [next(directions) for _ in sizes]
             if is_dtensor(param):
-                param.add_(shard_like(torch.cat(found), param), alpha=-lr)
+                param.add_(shard_like(torch.cat(param_directions), param), alpha=-lr)
             else:
-                here += zip(param.split(sizes), found, strict=True)
-        if here:
-            torch._foreach_add_([part for part, _ in here], [direction for _, direction in here], alpha=-lr)
+                unsharded += zip(param.split(sizes), param_directions, strict=True)
+        if unsharded:
+            torch._foreach_add_([part for part, _ in unsharded], [direction for _, direction in unsharded], alpha=-lr)
 
 
 def orthogonal(matrices: list[Tensor], steps: int = 5) -> list[Tensor]:
-    """max(1, rows / columns)^½ times the nearest orthogonal matrix U Vᵀ of each U S Vᵀ, roughly: S ends near 1.
+    """For each matrix U S Vᵀ, approximately max(1, rows / columns)^½ · U Vᵀ: its singular values end near 1.
 
-    The factor lets a matrix of any shape move its output alike. Matrices of one shape are stacked and go through
-    together; results are in order and in their matrix's dtype.
+    The factor makes a matrix of any shape change its output by a similar amount. Matrices of one shape are stacked and
+    computed together; results are in the order and the dtypes of the inputs.
     """
-    alike: dict[tuple[Any, ...], list[int]] = {}
+    by_shape: dict[tuple[Any, ...], list[int]] = {}
     for i, matrix in enumerate(matrices):
-        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(i)
+        by_shape.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(i)
     results: dict[int, Tensor] = {}
-    for (shape, dtype, _), all_of_them in alike.items():
-        at_once = max(1, _MOST_AT_ONCE // max(1, shape.numel()))
-        for start in range(0, len(all_of_them), at_once):
-            some = all_of_them[start : start + at_once]
-            stacked = newton_schulz(torch.stack([matrices[i] for i in some]), steps).to(dtype)
+    for (shape, dtype, _), indices in by_shape.items():
+        stack_size = max(1, _MAX_STACK_ELEMENTS // max(1, shape.numel()))
+        for start in range(0, len(indices), stack_size):
+            chunk = indices[start : start + stack_size]
+            stacked = newton_schulz(torch.stack([matrices[i] for i in chunk]), steps).to(dtype)
             if shape[0] > shape[1]:
                 stacked = stacked * (shape[0] / shape[1]) ** 0.5
-            results.update(zip(some, stacked.unbind(), strict=True))
+            results.update(zip(chunk, stacked.unbind(), strict=True))
     return [results[i] for i in range(len(matrices))]
 
 
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
-    """X ← a X + (b X Xᵀ + c (X Xᵀ)²) X, ``steps`` times from X / ‖X‖, for each of a stack (…, rows, columns)."""
+    """X ← a X + (b X Xᵀ + c (X Xᵀ)²) X, ``steps`` times from X / ‖X‖, for a stack of matrices (n, rows, columns)."""
     tall = x.shape[-2] > x.shape[-1]
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     x = (x.mT if tall else x).to(product_dtype(x.device, x.dtype), memory_format=torch.contiguous_format)
@@ -201,31 +206,31 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
 
 @lru_cache
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """bf16 where its products run in hardware, else as given; the iteration corrects what its rounding disturbs.
+    """bf16 for fp32 inputs if the device multiplies it in hardware, else ``dtype``; the iteration corrects rounding.
 
-    A property of the machine and never a measurement: a run continued on it must go on with the same numbers.
+    This depends on the device alone and is never measured, so that a resumed run computes the same numbers.
     """
     has_bf16 = False
     if device.type == "cuda":
         has_bf16 = torch.cuda.get_device_capability() >= (8, 0) or torch.version.hip is not None
-    elif device.type == "cpu":  # these two say what the processor can; elsewhere torch works bf16 out in fp32, slowly
+    elif device.type == "cpu":  # other processors emulate bf16 in fp32, slowly
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if dtype == torch.float32 and has_bf16 else dtype
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a parameter is. ``rows``: those of each matrix it holds; more than one where matrices are stored joined."""
+    """How the optimiser treats a parameter."""
 
     name: str
     param: Tensor
-    decays: bool
-    in_layer: bool
-    rows: tuple[int, ...]
+    decays: bool  # weight decay applies
+    in_layer: bool  # a matrix of a layer, which Muon can train
+    rows: tuple[int, ...]  # rows of each matrix it holds; several if matrices are stored joined
 
 
 class Optimiser:
-    """One or two torch optimisers as one thing; a GradScaler is told of each of ``optimisers``."""
+    """The one or two torch optimisers of a run behind one interface; a GradScaler steps each of ``optimisers``."""
 
     def __init__(self, optimisers: list[torch.optim.Optimizer], names: Mapping[Tensor, str]) -> None:
         self.optimisers = optimisers
@@ -237,15 +242,17 @@ class Optimiser:
         return (group for optimiser in self.optimisers for group in optimiser.param_groups)
 
     def set_lr(self, factor: float) -> None:
-        """``factor`` (what a Schedule gives) times each group's peak."""
+        """Set the learning rate of each group to ``factor`` (from a Schedule) times its peak."""
         for group in self._groups():
             group["lr"] = group[_PEAK] * factor
 
     def skip_where(self, broken: Tensor) -> None:
-        """Where this bool, which may still be on its way on a GPU, is true, the next step changes no weight; of Muon's
-        it may still add their momentum."""
+        """If ``broken``, a bool tensor that is not read back to the host, is true, the next step skips its gradients.
+
+        Fused Adam then changes no weight; Muon may still apply the momentum it has.
+        """
         for optimiser in self.optimisers:
-            optimiser.found_inf = broken.float()  # type: ignore[attr-defined]  # what fused kernels read, as a GradScaler gives it
+            optimiser.found_inf = broken.float()  # type: ignore[attr-defined]  # the attribute a GradScaler sets for fused kernels
 
     def step(self) -> None:
         for optimiser in self.optimisers:
@@ -256,7 +263,8 @@ class Optimiser:
             optimiser.zero_grad(set_to_none=True)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state itself, no copies, as ``optimiser/state/parameter``, counters too; sharded as parameters are."""
+        """The state without copies, including step counters, named ``optimiser/state/parameter``; sharded like the
+        parameters."""
         return {
             f"{_kind(optimiser)}/{key}/{self._names[param]}": value
             for optimiser in self.optimisers
@@ -265,8 +273,8 @@ class Optimiser:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on exactly where ``state_tensors`` was taken. Whole tensors are sharded as their parameters are."""
-        places = {
+        """Restore ``state_tensors``. Whole tensors are sharded like their parameters."""
+        known = {
             f"{_kind(optimiser)}/{self._names[param]}": (optimiser, param, bool(group.get("fused")))
             for optimiser in self.optimisers
             for group in optimiser.param_groups
@@ -276,12 +284,12 @@ class Optimiser:
         for key, value in tensors.items():
             kind, _, rest = key.partition("/")
             state, _, name = rest.partition("/")
-            if f"{kind}/{name}" not in places:
+            if f"{kind}/{name}" not in known:
                 raise ValueError(f"the optimiser's state holds {key!r}, but {kind} trains no parameter {name!r} here")
-            optimiser, param, fused = places[f"{kind}/{name}"]
+            optimiser, param, fused = known[f"{kind}/{name}"]
             if state != "step" and value.shape != param.shape:
                 raise ValueError(f"{key!r} has shape {tuple(value.shape)}, but its parameter {tuple(param.shape)}")
-            # Step counters of all but fused kernels stay on the CPU.
+            # torch keeps step counters on the CPU except for fused kernels.
             copy = value.detach().to("cpu" if state == "step" and not fused else param.device, copy=True)
             loaded.append((optimiser, param, state, shard_like(copy, param) if copy.dim() == param.dim() else copy))
         for optimiser in self.optimisers:
@@ -295,13 +303,13 @@ def _kind(optimiser: torch.optim.Optimizer) -> str:
 
 
 def build_optimiser(model: nn.Module, train: TrainConfig) -> Optimiser:
-    """The optimiser of ``train`` over what is not frozen; to be built when parameters are where they stay.
+    """The optimiser of ``train`` over all parameters that are not frozen; build it after moving or sharding the model.
 
-    Weight decay is on matrices only: decoupled (AdamW, Muon), or L2 in the gradient as Adam has it.
+    Weight decay applies to matrices only: decoupled for AdamW and Muon, L2 in the gradient for Adam.
     """
     trained = list(roles(model))
     if not trained:
-        raise ValueError("no parameter is left to train: every one is frozen")
+        raise ValueError("no parameter is left to train: all are frozen")
     by_muon = [role for role in trained if train.optimiser == "muon" and role.in_layer]
     by_adam = [role for role in trained if train.optimiser != "muon" or not role.in_layer]
     optimisers: list[torch.optim.Optimizer] = []
@@ -321,7 +329,7 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> Optimiser:
 
 
 def roles(model: nn.Module) -> Iterator[Role]:
-    """What each parameter that is not frozen is; a shared one once, by its first name."""
+    """The role of each parameter that is not frozen; a tied one appears once, under its first name."""
     rows = {param: sizes for module in model.modules() for param, sizes in _joined_matrices(module)}
     layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Block | Gates))
     seen: set[Tensor] = set()
@@ -332,13 +340,13 @@ def roles(model: nn.Module) -> Iterator[Role]:
             seen.add(param)
             name = f"{path}.{own}" if path else own
             plain = own == "weight" if isinstance(module, nn.Linear) else own == "w_r" or isinstance(module, Gates)
-            linear = plain and param.dim() == 2  # what is added to a Linear, such as low-rank factors, is AdamW's
+            linear = plain and param.dim() == 2  # additions to a Linear, such as LoRA factors, go to AdamW
             decays = param.dim() > 1 and not _is_table(module, own)
             yield Role(name, param, decays, linear and name.startswith(layers), rows.get(param, (len(param),)))
 
 
 def _is_table(module: nn.Module, own: str) -> bool:
-    """Rows that are looked up or added, not multiplied with: embeddings, positions, class tokens, biases of heads."""
+    """Whether rows are looked up or added, not multiplied: embeddings, positions, class tokens, biases of heads."""
     if isinstance(module, Bias):
         return own != "w_r"  # Transformer-XL's projection of distances
     rows = {Additive: "v", ExpertLinear: "bias"}
@@ -346,18 +354,18 @@ def _is_table(module: nn.Module, own: str) -> bool:
 
 
 def _joined_matrices(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """The parameters of a module that hold several matrices one below the other, and the rows of each."""
+    """The parameters of a module that stack several matrices, with the number of rows of each."""
     if isinstance(module, Gates):
         for gates in (module.w_x, module.w_h):
             yield gates, (len(gates) // module.n_gates,) * module.n_gates
     for attribute, rows in joined_rows(module).items():
-        # Nothing where the layer was replaced by one whose weight is no parameter.
+        # A quantised replacement of the layer has no weight parameter.
         if isinstance(weight := getattr(getattr(module, attribute), "weight", None), nn.Parameter):
             yield weight, tuple(rows.values())
 
 
 def joined_rows(module: nn.Module) -> dict[str, dict[str, int]]:
-    """The linear layers of a module that join several matrices: by attribute, the rows of each matrix by name."""
+    """The linear layers of a module that join several matrices: {attribute: {name of the matrix: rows}}."""
     if isinstance(module, MultiHeadAttention):
         q_rows, kv_rows = module.n_heads * module.d_head, module.n_kv_heads * module.d_head
         key_value = {"k": kv_rows, "v": kv_rows}

@@ -1,7 +1,8 @@
-"""In which numbers matrix products are computed, while weights and optimiser stay fp32.
+"""The precision of matrix products; weights and optimiser state stay in fp32.
 
-Mixed precision (Micikevicius et al. 2018): bf16 keeps fp32's range; fp16 does not, so its loss is scaled up before the
-backward pass and the gradients down after it. fp8 is bf16 but for the products of linear layers (``fp8_linear``).
+Mixed precision (Micikevicius et al. 2018): bf16 has the range of fp32. fp16 does not, so the loss is scaled up before
+the backward pass and the gradients are scaled down after it. fp8 is bf16 with linear layers in eight bits
+(``fp8_linear``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import ModelConfig
+from ..models import Model
 from ..models.model_flops import n_tokens, training_flops
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -24,7 +26,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def supported_precisions(device: torch.device | str) -> tuple[PrecisionName, ...]:
-    """The precisions a device computes itself, fp32 first."""
+    """The precisions that the hardware of a device supports, fp32 first."""
     device = torch.device(device)
     if device.type == "cuda":
         if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -33,7 +35,7 @@ def supported_precisions(device: torch.device | str) -> tuple[PrecisionName, ...
         return ("fp32", "bf16", "fp16", "fp8") if has_fp8 else ("fp32", "bf16", "fp16")
     if device.type == "mps":
         return ("fp32", "bf16") if torch.backends.mps.is_macos_or_newer(14, 0) else ("fp32",)
-    # Where oneDNN has no bf16 instructions to use it is computed all the same, but slower than fp32.
+    # Without bf16 instructions oneDNN emulates it, slower than fp32.
     with suppress(AttributeError, RuntimeError):  # torch without oneDNN
         if torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return ("fp32", "bf16")
@@ -41,8 +43,8 @@ def supported_precisions(device: torch.device | str) -> tuple[PrecisionName, ...
 
 
 def has_bf16_matrix_unit() -> bool:
-    """Whether this CPU multiplies bf16 matrices faster than fp32 ones (AMX); AVX-512 alone does so slower."""
-    with suppress(AttributeError):  # a torch that does not ask
+    """Whether this CPU has AMX, which makes bf16 products faster than fp32; AVX-512 alone makes them slower."""
+    with suppress(AttributeError):  # older versions of torch
         return bool(torch.cpu._is_amx_tile_supported())
     return False
 
@@ -50,47 +52,47 @@ def has_bf16_matrix_unit() -> bool:
 class Precision:
     """One precision on one device: ``with precision.forward(): loss = …``, then ``backward``, ``unscale``, ``step``.
 
-    The three scale the loss for fp16 and are plain calls otherwise: a loop need not ask which it is.
+    The last three handle the loss scale of fp16 and are plain calls otherwise, so a loop is the same for all.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device | str) -> None:
         self.name, self.device = name, torch.device(device)
         if name not in NAMES:
-            raise ValueError(f"precision={name!r} is none of {', '.join(NAMES)}")
+            raise ValueError(f"precision={name!r} is not one of {', '.join(NAMES)}")
         if name == "fp16" and self.device.type != "cuda":
             raise ValueError(
                 f"precision='fp16' needs device='cuda', not {self.device.type!r}; bf16 needs no loss scale"
             )
         if name not in supported_precisions(self.device) and (self.device.type != "cpu" or name == "fp8"):
             can = ", ".join(supported_precisions(self.device))
-            raise ValueError(f"precision={name!r} is not computed by this {self.device.type} device; it has {can}")
+            raise ValueError(f"precision={name!r} is not supported by this {self.device.type} device; it has {can}")
         self._scaler = torch.amp.GradScaler(self.device.type) if name == "fp16" else None
 
     @property
     def dtype(self) -> torch.dtype:
-        """What autocast computes matrix products in."""
+        """The autocast dtype; fp32 if autocast is off."""
         return _DTYPES.get(self.name, torch.float32)
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Around the forward pass and the loss, not around the backward pass."""
+        """A context for the forward pass and the loss, but not for the backward pass."""
         return nullcontext() if self.name == "fp32" else torch.autocast(self.device.type, self.dtype)
 
     @property
     def scales(self) -> bool:
-        """Whether the loss is scaled; a step whose gradients are not finite is then left out, and no reason to stop."""
+        """Whether the loss is scaled; a step with gradients that are not finite is then skipped instead of an error."""
         return self._scaler is not None
 
     def backward(self, loss: Tensor) -> None:
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def unscale(self, optimisers: Iterable[Optimizer]) -> None:
-        """Gradients in their own size again; before they are clipped."""
+        """Undo the loss scale in the gradients; call it before clipping."""
         if self._scaler is not None:
             for optimiser in optimisers:
                 self._scaler.unscale_(optimiser)
 
     def step(self, optimisers: Iterable[Optimizer]) -> None:
-        """One step of each optimiser; a scaler leaves out those with gradients that are not finite, and adapts."""
+        """Step each optimiser; a scaler skips those with gradients that are not finite, then adapts its scale."""
         for optimiser in optimisers:
             if self._scaler is None:
                 optimiser.step()
@@ -100,7 +102,7 @@ class Precision:
             self._scaler.update()
 
     def state(self) -> dict[str, Any]:
-        """The scaler's numbers, as JSON; empty where there is none."""
+        """The state of the loss scaler for JSON; empty if there is none."""
         return {} if self._scaler is None else dict(self._scaler.state_dict())
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -109,33 +111,38 @@ class Precision:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Around a whole run: fp32 products on CUDA are computed in TF32, with fp32's range and 10 bits of mantissa."""
+        """A context for a whole run: fp32 products on CUDA use TF32 (the range of fp32, a mantissa of 10 bits)."""
         if self.device.type != "cuda":
             yield
             return
-        before = torch.get_float32_matmul_precision()
+        previous = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision(previous)
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r}, {str(self.device)!r})"
 
 
 def flops_per_token(config: ModelConfig, length: int, *, source_length: int | None = None) -> float:
-    """Operations, forward and backward, for each token of texts of this length.
+    """Operations per token, forward and backward, for texts of this length.
 
-    With an encoder and a decoder ``length`` is the target's, ``source_length`` the source's (None: as long, or the
-    image's patches), and the tokens counted are those of both sides together.
+    For an encoder-decoder, ``length`` is that of the target and ``source_length`` that of the source (None: the same,
+    or the patches of the image); the tokens of both sides are counted.
     """
     if length < 1:
         raise ValueError(f"length={length} must be at least 1")
     return training_flops(config, length, source_length) / n_tokens(config, length, source_length)
 
 
-# The makers' dense peaks in 10¹² operations a second: half precision with fp32 sums, TF32, fp32. None: it has none.
+def model_flops_per_token(model: Model, length: int) -> float:
+    """Training operations per token; for a user's own class, 6 per parameter (Kaplan et al. 2020)."""
+    return flops_per_token(model.config, length) if model.config.model_class is None else 6.0 * model.n_parameters
+
+
+# Dense peaks from data sheets in TFLOP/s: half precision with fp32 sums, TF32 (None: not supported), fp32.
 PEAKS: dict[str, tuple[float, float | None, float]] = {
     "B200": (2250, 1125, 75),
     "H200": (989.4, 494.7, 66.9),
@@ -162,9 +169,9 @@ WITHOUT_BF16 = ("V100", "T4")
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | None:
-    """Operations a second this device could do at most in matrix products of this type; None where it is not known.
+    """The peak operations per second of this device for matrix products in ``dtype``; None if unknown.
 
-    ``dtype``: torch's, or the word of ``train.precision``.
+    ``dtype`` is a torch dtype or a value of ``train.precision``.
     """
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -174,7 +181,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | 
 
 
 def peak_of(name: str, dtype: str, *, tf32: bool = False) -> float | None:
-    """The same from the name a GPU gives itself, such as ``NVIDIA H100 80GB HBM3``."""
+    """``peak_flops`` from the name that a GPU reports, such as ``NVIDIA H100 80GB HBM3``."""
     words = set(re.split(r"[^A-Za-z0-9]+", name))
     if words & {"Laptop", "Max", "D"}:  # slower cards under the same number
         return None

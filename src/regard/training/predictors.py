@@ -1,4 +1,4 @@
-"""What is evaluated: a trained model, the task it was made for, and the examples it is asked."""
+"""What is evaluated: a trained model, its task, and the examples."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..text.processor import Processor, with_special_ids_of
 from .run_directory import RunDirectory, find_run, missing_data
 from .tasks import TASKS, Task, open_task, task_class_of
 
-# Fields that say which examples there are. The others say how a model reads them, and stay the model's own.
+# Fields of DataConfig that select the examples. The others say how a model reads them and are kept from training.
 EXAMPLE_FIELDS = (
     *("source", "valid", "format", "valid_fraction", "valid_rows", "split_seed", "deduplicated", "epoch_examples"),
     *("kind", "columns", "header", "encoding", "labels", "images", "documents", "bad_lines", "normalise"),
     *("max_chars", "max_pixels", "check_images"),
 )
-# Of those, what another file does not take over from the one a run learned from.
+# Fields of the training data that do not carry over to another file.
 _FILE_FIELDS = ("source", "valid", "format", "valid_fraction", "valid_rows", "split_seed", "deduplicated")
 _SPLIT_FIELDS = ("valid", "valid_fraction", "valid_rows")
 ALL_OF_IT = "all of it"
@@ -39,7 +39,7 @@ class Predictor:
 
     name: str
     model: Model
-    weights: str  # which weights of a run these are
+    weights: str  # which weights of the run, such as "step 400, the best"
     config: RunConfig
     processor: Processor
     run: RunDirectory | None = None
@@ -54,25 +54,25 @@ class Predictor:
 
     @property
     def tokens_sha256(self) -> tuple[str, ...]:
-        """Identifies its tokenizers."""
+        """The hashes of its tokenizers."""
         return tuple(side.sha256 for side in (self.processor.source, self.processor.target) if side is not None)
 
 
 def open_predictor(path: str | Path | Model, device: torch.device) -> Predictor:
-    """A run, RUN@STEP, a directory that ``model.save`` or transformers wrote, or a model in memory."""
+    """Open a run, RUN@STEP, a directory written by ``model.save`` or transformers, or a model in memory."""
     if isinstance(path, Model):
         return _from_model("model", path.to(device))
     from ..io import load
 
-    found = find_run(path, must_exist=True)
-    if found is None:
+    run_and_step = find_run(path, must_exist=True)
+    if run_and_step is None:
         if not Path(path).exists():
             raise BadModelFile(f"there is no run and no model directory {path}")
         return _from_model(str(path), load(path, device=device))
-    run, step = found
+    run, step = run_and_step
     if step is None and run.model_folder.is_dir():
         model, weights = load(run.model_folder, device=device), "as saved at the end of the run"
-        with suppress(OSError, ValueError, KeyError, TypeError):  # what the run says about the model it ended with
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a more exact description, if there is one
             weights = str(json.loads((run.root / "evaluation.json").read_bytes())["weights"])
     else:
         model, weights = run.model(step)
@@ -80,17 +80,17 @@ def open_predictor(path: str | Path | Model, device: torch.device) -> Predictor:
 
 
 def _from_model(name: str, model: Model) -> Predictor:
-    """Without a run, the task follows from the model's config, and its lengths are the model's own."""
+    """A predictor without a run: the task follows from the config of the model, and so do the lengths of texts."""
     task_class = task_class_of(name, model.config)
     data = task_class.data_defaults(model.config)
     config = RunConfig(task=cast(TaskName, task_class.name), data=data, model=model.config)
     processor: Processor = model.processor or Processor()
     for part in task_class.processor_parts:
         if getattr(processor, part) is None:
-            what = "preprocessor_config.json" if part == "image" else "tokenizer"
-            raise BadModelFile(f"{name} has no {what}, which the task {task_class.name!r} needs")
+            missing = "preprocessor_config.json" if part == "image" else "tokenizer"
+            raise BadModelFile(f"{name} has no {missing}, which the task {task_class.name!r} needs")
     source, target = (
-        # A loaded one has its ids, and more of them than the config knows.
+        # A loaded tokenizer has special ids already, and more of them than the config.
         side if side is None or side.special_ids else with_special_ids_of(side, model.config)
         for side in (processor.source, processor.target)
     )
@@ -100,38 +100,40 @@ def _from_model(name: str, model: Model) -> Predictor:
 
 
 def data_config_for(predictor: Predictor, fields: Mapping[str, Any]) -> tuple[DataConfig, bool]:
-    """Where the examples come from, and whether all of them are meant.
+    """The data to evaluate on, and whether to use all of its examples.
 
-    Without a source in ``fields``, those the run held out. A given file is taken whole, unless ``fields`` say what of
-    it is held out; a given corpus has held-out sets of its own.
+    Without a source in ``fields``, the held-out examples of the run. A file is used whole unless ``fields`` say what to
+    hold out; a corpus has its own held-out sets.
     """
-    # Not the defaults: a run's file holds all of them, and a corpus refuses some.
-    known = predictor.config.data.model_dump(exclude_defaults=True)
+    # Without defaults, because a corpus refuses some fields.
+    trained = predictor.config.data.model_dump(exclude_defaults=True)
     if "source" not in fields:
         if predictor.run is None:
-            raise ValueError(f"{predictor.name} is a model directory: data.source=… must say what to evaluate it on")
+            raise ValueError(f"{predictor.name} is a model directory: data.source=… must name the data to evaluate on")
         if missing := missing_data(predictor.config.data, predictor.name):
             raise missing
-        return DataConfig(**{**known, **fields}), False
+        return DataConfig(**{**trained, **fields}), False
     if fields["source"] in CORPORA:
-        own = {name: value for name, value in known.items() if name not in EXAMPLE_FIELDS}
-        return DataConfig(**{**own, **fields}), False
+        kept = {name: value for name, value in trained.items() if name not in EXAMPLE_FIELDS}
+        return DataConfig(**{**kept, **fields}), False
     if predictor.run is not None and missing_data(predictor.config.data, predictor.name):
-        with suppress(BadData, ValueError):  # the run's own data, moved: what it held out is still that
-            moved = DataConfig(**{**known, **fields})
+        with suppress(BadData, ValueError):  # the data of the run may have moved: its held-out examples are the same
+            moved = DataConfig(**{**trained, **fields})
             if open_source(moved).sha256 == predictor.run.facts["data"]["sha256"]:
                 return moved, False
-    own = {name: value for name, value in known.items() if name not in _FILE_FIELDS}
+    kept = {name: value for name, value in trained.items() if name not in _FILE_FIELDS}
     whole = not any(name in fields for name in _SPLIT_FIELDS)
-    return DataConfig(**{**own, **({"valid_fraction": 0.0} if whole else {}), **fields}), whole
+    return DataConfig(**{**kept, **({"valid_fraction": 0.0} if whole else {}), **fields}), whole
 
 
 def open_examples(data: DataConfig, whole: bool, predictor: Predictor) -> Source:
-    """The examples, classes numbered as the model numbers them."""
+    """The examples, with classes numbered as in the model."""
     labels = predictor.labels
     if labels is not None and data.source not in CORPORA:
         if data.labels is not None and set(data.labels) != set(labels):
-            raise ValueError(f"labels={','.join(data.labels)}, but {predictor.name} tells apart {', '.join(labels)}")
+            raise ValueError(
+                f"labels={','.join(data.labels)}, but the classes of {predictor.name} are {', '.join(labels)}"
+            )
         data = data.with_(labels=labels)
     source = open_source(data)
     if whole and not len(source.valid):
@@ -141,28 +143,28 @@ def open_examples(data: DataConfig, whole: bool, predictor: Predictor) -> Source
 
 
 def with_task_for(predictor: Predictor, source: Source) -> Predictor:
-    """The predictor for the task that these examples are of: a language model may be asked to answer chats."""
+    """The predictor with the task that suits these examples: a language model can also be evaluated on chats."""
     if source.kind in predictor.task_class.kinds:
         return predictor
     tasks = [x for x in TASKS.values() if source.kind == x.kinds[0] and x.accepts(predictor.config.model)]
-    names = [x.name for x in tasks if x.reference_model is Task.reference_model]  # nothing more to compare with
+    names = [x.name for x in tasks if x.reference_model is Task.reference_model]  # DPO would need its reference
     return replace(predictor, config=predictor.config.with_(task=names[0])) if names else predictor
 
 
-def task_for(predictor: Predictor, source: Source, data: DataConfig, given: Mapping[str, Any], seed: int) -> Task:
-    """The predictor's task on these examples: read as it read its own, unless ``given`` fields say otherwise."""
-    own, asked = (config.model_dump(exclude_defaults=True) for config in (predictor.config.data, data))
-    fields = {name: value for name, value in own.items() if name not in EXAMPLE_FIELDS}
-    fields |= {name: value for name, value in asked.items() if name in EXAMPLE_FIELDS}
-    fields |= {name: value for name, value in given.items() if name not in EXAMPLE_FIELDS}
+def task_for(predictor: Predictor, source: Source, data: DataConfig, overrides: Mapping[str, Any], seed: int) -> Task:
+    """The task of the predictor on these examples, read as in training except for ``overrides``."""
+    trained, evaluated = (config.model_dump(exclude_defaults=True) for config in (predictor.config.data, data))
+    fields = {name: value for name, value in trained.items() if name not in EXAMPLE_FIELDS}
+    fields |= {name: value for name, value in evaluated.items() if name in EXAMPLE_FIELDS}
+    fields |= {name: value for name, value in overrides.items() if name not in EXAMPLE_FIELDS}
     if fields.get("packing", "auto") == "auto":
-        # The number of documents here says nothing about how the model was taught to tell them apart.
+        # Follows from how the model was trained, not from the number of documents here.
         tokenizer, model = predictor.processor.source, predictor.config.model
         if tokenizer is not None and tokenizer.is_native:
-            told_apart = model.eos_id is not None
-        else:  # has an end whether it was taught here to tell documents apart or not
-            told_apart = predictor.run is not None and predictor.run.facts["data"]["train"] > 1
-        fields["packing"] = "documents" if told_apart else "blocks"
+            separates_documents = model.eos_id is not None
+        else:  # a foreign tokenizer has an end-of-text token in any case
+            separates_documents = predictor.run is not None and predictor.run.facts["data"]["train"] > 1
+        fields["packing"] = "documents" if separates_documents else "blocks"
     config = predictor.config.with_(data=DataConfig(**fields), train=predictor.config.train.with_(seed=seed))
     task = open_task(config, source, predictor.processor)
     task.check_model(predictor.name, predictor.config.model)
@@ -170,7 +172,7 @@ def task_for(predictor: Predictor, source: Source, data: DataConfig, given: Mapp
 
 
 def open_validation_task(run: str | Path, device: torch.device) -> tuple[Predictor, Task]:
-    """A run's model and its task on the run's own data."""
+    """The model of a run and its task on the data of the run."""
     predictor = open_predictor(run, device)
     data, whole = data_config_for(predictor, {})
     source = open_examples(data, whole, predictor)

@@ -1,4 +1,4 @@
-"""What a run says and writes about itself: progress, metrics, curves; how fast it goes, and what memory it takes."""
+"""Reporting of a run: progress on the terminal, metrics.jsonl, curves.png, speed and memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .console_display import GAP, RunStatus, Style, format_pairs, format_rows, f
 from .journal import TIMINGS, MetricsFile, draw_curves
 from .loggers import LOGGERS, MetricLogger, TensorBoard
 
-SHARE_FOR_CURVES = 0.02  # of the time of a run; the last drawing is always made
+SHARE_FOR_CURVES = 0.02  # the largest share of a run's time spent drawing curves; the last drawing is always made
 
 
 class Mark(NamedTuple):
-    """Where the run stood at one moment of its training time."""
+    """The progress of a run at one moment of its training time."""
 
     seconds: float
     steps: int
@@ -31,10 +31,10 @@ class Mark(NamedTuple):
 
 
 class Pace:
-    """Speed over the latter half of the training time so far, and of that at most the last ``span`` seconds.
+    """Speed over the second half of the training time so far, and at most over its last ``span`` seconds.
 
-    Pauses (evaluating, saving) do not count. The first step never does, and later slow ones (a graph compiled once
-    more for another shape) soon leave the window, so that the time left can be believed early in a run.
+    Pauses (evaluating, saving) do not count. The first step never counts, and later slow steps (a recompilation for
+    another shape) soon leave the window, so that the ETA is reliable early in a run.
     """
 
     def __init__(self, *, span: float = 20.0, fewest: int = 5, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -49,42 +49,43 @@ class Pace:
         return self._clock() - self._start
 
     def training(self) -> float:
-        """The same without pauses."""
+        """Seconds since the start without pauses."""
         now = self._pauses[0] if self._pauses else self._clock()
         return now - self._start - self._paused
 
     def pause(self) -> None:
-        """Stop counting; pauses may lie inside pauses."""
+        """Stop the training clock; pauses may be nested."""
         self._pauses.append(self._clock())
 
     def resume(self) -> None:
-        began = self._pauses.pop()
+        """Start the training clock again."""
+        paused_at = self._pauses.pop()
         if not self._pauses:
-            self._paused += self._clock() - began
+            self._paused += self._clock() - paused_at
 
     def tick(self, tokens: int) -> None:
-        """One more step, of so many tokens."""
+        """Count a step of ``tokens`` tokens."""
         now = self.training()
         self._last = Mark(now, self._last.steps + 1, self._last.tokens + tokens)
-        # Fast steps need no mark each: 400 in a window are plenty.
+        # About 400 marks per window are enough; fast steps do not need one each.
         if len(self._marks) < self._fewest or now - self._marks[-1].seconds >= self._span / 400:
             self._marks.append(self._last)
         oldest = now - min(self._span, now / 2)
         while len(self._marks) > self._fewest and self._marks[1].seconds <= oldest:
             self._marks.popleft()
 
-    def per_second(self, what: Literal["steps", "tokens"]) -> float | None:
-        """None until the second step."""
+    def per_second(self, unit: Literal["steps", "tokens"]) -> float | None:
+        """Steps or tokens per second; None until the second step."""
         if not self._marks or self._last.seconds <= self._marks[0].seconds:
             return None
         first, last = self._marks[0], self._last
-        return (getattr(last, what) - getattr(first, what)) / (last.seconds - first.seconds)
+        return (getattr(last, unit) - getattr(first, unit)) / (last.seconds - first.seconds)
 
 
 def peak_memory_mib(device: str | None = None) -> float | None:
-    """The most memory held so far: tensors on the GPU, or the whole process where it computes on the CPU.
+    """The peak memory so far: of tensors on a GPU, or of the whole process on a CPU; None if the system does not tell.
 
-    None where the system does not say. Without ``device``: the GPU where one is in use.
+    Without ``device``: the GPU if one is in use, else the CPU.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
@@ -101,16 +102,16 @@ def peak_memory_mib(device: str | None = None) -> float | None:
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """What the loop tells, step by step. A step costs next to nothing: numbers stay on the device until a line is due.
+    """Writes what the loop reports, step by step. A step is cheap: numbers stay on the device until a line is due.
 
     A line is due at the first step, every ``log_every`` steps, and the last. ``flops_per_token`` (of training) and
-    ``peak_flops`` (of all devices together) give the utilisation. To go on after ``start_step``, ``restore`` what
-    ``state`` gave there: the files then come out as if the run had never stopped, apart from timings. ``loggers`` names
-    those that get the numbers too, and ``settings`` is what they show as the run's config.
+    ``peak_flops`` (of all devices together) give the utilisation. To continue after ``start_step``, pass the ``state``
+    saved there to ``restore``: the files are then the same as without a stop, apart from timings. ``loggers`` names the
+    additional loggers; they show ``settings`` as the config of the run.
 
-    style: ``auto`` live on a terminal, else plain · ``json`` plain · ``quiet`` files alone · ``records`` files but
-    no curves.png (runs of a sweep, of which none is kept) · ``off`` nothing at all (all processes but the first).
-    Whatever is said goes to stderr.
+    style: ``auto`` live on a terminal, else plain · ``json`` plain · ``quiet`` only files · ``records`` only files and
+    no curves.png (runs of a sweep) · ``off`` nothing at all (all processes but the main one).
+    All output goes to stderr.
     """
 
     def __init__(
@@ -134,7 +135,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._console = make_console(style, self._status)
         self._device: str | None = None
         self._losses: list[Any] = []
-        self._drawn_at, self._drawing_s = 0.0, 1.0  # a guess, until one has been drawn
+        self._drawn_at = 0.0
+        self._drawing_s = 1.0  # seconds the last drawing took; a guess before the first
         self._pace = Pace()
         self._file: MetricsFile | None = None
         self._loggers: list[MetricLogger] = []
@@ -143,53 +145,53 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._loggers = [LOGGERS[name](self.out, start_step, settings or {}, self.note) for name in loggers]
         self.restore({} if self._file is None else self._file.last)
 
-    # ------------------------------------------------------------------------------------ going on where it stopped
+    # ------------------------------------------------------------------------------------ checkpoint and resume
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps for the lines to come out the same after a resume; plain JSON."""
+        """What a checkpoint stores so that the lines after a resume are the same; plain JSON."""
         self._losses = _numbers(self._losses)
         timings = {"tokens": self.tokens, "seconds": self.seconds, "train_seconds": self.train_seconds}
         return {**timings, "loss": to_jsonable(self.last_loss), "losses": to_jsonable(self._losses)}
 
-    def restore(self, known: dict[str, Any]) -> None:
-        """Go on from a state; until one is given, from the last line kept, which knows nearly all of it."""
-        self.tokens = int(known.get("tokens") or 0)
-        self._seconds_before = float(known.get("seconds") or 0.0)
-        self._training_before = float(known.get("train_seconds") or 0.0)
-        self._last_loss = known.get("loss")
-        self._losses = [float("nan") if loss is None else loss for loss in known.get("losses", ())]
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from ``state()``, or from the last line of metrics.jsonl, which holds most of it."""
+        self.tokens = int(state.get("tokens") or 0)
+        self._seconds_before = float(state.get("seconds") or 0.0)
+        self._training_before = float(state.get("train_seconds") or 0.0)
+        self._last_loss = state.get("loss")
+        self._losses = [float("nan") if loss is None else loss for loss in state.get("losses", ())]
         self._line_tokens, self._line_training = self.tokens, 0.0
 
     @property
     def seconds(self) -> float:
-        """Wall time of the run, everything included, before and after a resume."""
+        """Wall time of the run in total, including the time before a resume."""
         return self._seconds_before + self._pace.wall()
 
     @property
     def train_seconds(self) -> float:
-        """The same without what happened under ``paused``."""
+        """``seconds`` without the time inside ``paused``."""
         return self._training_before + self._pace.training()
 
     @property
     def last_loss(self) -> float | None:
-        """Of the last step; asking waits for the device."""
+        """The loss of the last step; reading it synchronises the device."""
         return _number(self._losses[-1]) if self._losses else self._last_loss
 
-    # ------------------------------------------------------------------------------------ what the loop calls
+    # ------------------------------------------------------------------------------------ calls of the loop
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """Say what is about to run; ``task`` is the title, ``device`` says whose memory is watched."""
+        """Print the facts of a run: ``task`` as the title; ``device`` also selects whose memory is reported."""
         self._device = str(facts["device"]).split()[0] if "device" in facts else None
         self._console.say(printable(str(facts.get("task", self.out.name))), "bold")
         self._console.say_all(format_pairs({n: x for n, x in facts.items() if n != "task"}, self._console.width))
         if self._start_step:
-            self.note(f"goes on after step {self._start_step:,}")
+            self.note(f"continues after step {self._start_step:,}")
 
     def step(
         self, step: int, *, loss: float | Tensor, lr: float, grad_norm: float | Tensor, n_tokens: int, **more: Any
     ) -> None:
-        """After every step. ``n_tokens``: of all processes."""
-        # Later steps may write into the same memory (CUDA graphs do), so a tensor is copied, on its device.
+        """Call after every step, with the ``n_tokens`` of all processes."""
+        # Later steps may overwrite the tensor (CUDA graphs do), so it is copied, on its device.
         self._losses.append(loss.detach().clone() if isinstance(loss, Tensor) else loss)
         self.tokens += n_tokens
         self._pace.tick(n_tokens)
@@ -199,7 +201,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         due = step == 1 or step % self._log_every == 0 or step >= self._status.steps
         if due:
             self._write_line(step, {"lr": lr, "grad_norm": grad_norm, **more})
-        # What the live line can know without asking the device.
+        # The rest of the live line needs no synchronisation with the device.
         now, steps_per_s = self._status, self._pace.per_second("steps")
         now.step, now.tokens_per_s = step, self._pace.per_second("tokens")
         now.mfu = self._mfu(now.tokens_per_s)
@@ -208,17 +210,18 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._console.line()
 
     def _write_line(self, step: int, numbers: dict[str, Any]) -> None:
-        losses = _numbers(self._losses)  # waits for the device: from here on the clock is true
+        losses = _numbers(self._losses)  # synchronises the device, so the times below are exact
         numbers = to_jsonable({name: _number(value) for name, value in numbers.items()})
-        training, mib, known = self._pace.training(), peak_memory_mib(self._device), {}
-        if self._line_training > 0 and training > self._line_training:  # the first line's time is start-up
+        training, mib = self._pace.training(), peak_memory_mib(self._device)
+        costs: dict[str, Any] = {}
+        if self._line_training > 0 and training > self._line_training:  # the first line includes start-up
             speed = (self.tokens - self._line_tokens) / (training - self._line_training)
-            known = {"tokens_per_s": round(speed, 1), "mfu": self._mfu(speed)}
+            costs = {"tokens_per_s": round(speed, 1), "mfu": self._mfu(speed)}
         self._line_tokens, self._line_training = self.tokens, training
-        known |= {"seconds": round(self.seconds, 3), "train_seconds": round(self.train_seconds, 3)}
-        known |= {"memory_mib": None if mib is None else round(mib, 1)}
+        costs |= {"seconds": round(self.seconds, 3), "train_seconds": round(self.train_seconds, 3)}
+        costs |= {"memory_mib": None if mib is None else round(mib, 1)}
         record = {"step": step, "loss": losses[-1], "loss_mean": sum(losses) / len(losses)} | numbers
-        record |= {"tokens": self.tokens} | {name: value for name, value in known.items() if value is not None}
+        record |= {"tokens": self.tokens} | {name: value for name, value in costs.items() if value is not None}
         self._last_loss, self._losses = losses[-1], []
         kinds = {name: "cost" if name in (*TIMINGS, "tokens") else "train" for name in record if name != "step"}
         self._store(record, {f"{kind}/{name}": record[name] for name, kind in kinds.items()})
@@ -238,29 +241,30 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     @contextmanager
     def paused(self, doing: str = "evaluating") -> Iterator[None]:
-        """Time that is not training: evaluating, saving."""
-        wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-        wait()  # what was asked of the GPU before belongs to training
+        """A context whose time does not count as training: evaluating, saving."""
+        synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+        synchronize()  # work queued on the GPU before belongs to training
         self._pace.pause()
-        before, self._status.doing = self._status.doing, f"{doing} …"
+        previous, self._status.doing = self._status.doing, f"{doing} …"
         try:
             yield
         finally:
-            wait()
-            self._status.doing = before
+            synchronize()
+            self._status.doing = previous
             self._pace.resume()
 
     def evaluation(self, step: int, metrics: dict[str, Any], *, shown: bool = True) -> None:
-        """Numbers of an evaluation, such as valid_loss and bleu; texts among them (a signature) are kept too.
+        """Write and, unless ``shown`` is False, print the metrics of an evaluation, such as valid_loss and bleu.
 
-        ``shown=False``: written, not printed."""
+        Strings among them (a signature) are written only.
+        """
         if not self._active:
             return
-        found: dict[str, Any] = to_jsonable(metrics)
-        record = {"step": step, "loss": self.last_loss} | found
+        values: dict[str, Any] = to_jsonable(metrics)
+        record = {"step": step, "loss": self.last_loss} | values
         record |= {"tokens": self.tokens, "seconds": round(self.seconds, 3)}
-        self._store(record, {f"valid/{name.removeprefix('valid_')}": value for name, value in found.items()})
-        numbers = {name: value for name, value in found.items() if isinstance(value, int | float)} or found
+        self._store(record, {f"valid/{name.removeprefix('valid_')}": value for name, value in values.items()})
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)} or values
         texts = (f"{name.replace('_', ' ')} {format_value(value)}" for name, value in numbers.items())
         if shown:
             self._console.say_at(step, GAP.join(texts), "bold")
@@ -268,7 +272,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._draw()
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Examples as the model does them now, e.g. {"source": …, "target": …, "output": …}."""
+        """Print and log current outputs of the model, as rows such as {"source": …, "target": …, "output": …}."""
         if self._active and rows:
             self._console.say_all(format_rows(rows, self._console.width))
             names = list(dict.fromkeys(name for row in rows for name in row))
@@ -287,7 +291,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._console.report_checkpoint(step, str(path))
 
     def finish(self, summary: dict[str, Any] | None = None) -> None:
-        """The run is complete: draw the curves, say what the summary holds."""
+        """End a complete run: draw the curves, print the summary, close."""
         if self._active:
             with self.paused("drawing the curves"):
                 self._draw()
@@ -296,7 +300,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self.close()
 
     def close(self) -> None:
-        """Leave terminal and files in order; may be called twice."""
+        """Restore the terminal and close the files; may be called twice."""
         self._console.close()
         for sink in (*self._loggers, self._file):
             if sink is not None:
@@ -309,12 +313,12 @@ class Reporter(AbstractContextManager["Reporter"]):
     def _draw(self) -> None:
         if not self._draws:
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
             draw_curves(self.out / "metrics.jsonl", self.out / "curves.png")
-        except Exception as failure:  # a picture is never worth a run, whatever went wrong with it
+        except Exception as failure:  # a failed plot must never end a run
             self.note(f"curves.png cannot be drawn: {failure}")
-        self._drawing_s, self._drawn_at = time.perf_counter() - began, self.seconds
+        self._drawing_s, self._drawn_at = time.perf_counter() - started, self.seconds
 
 
 def _number(value: Any) -> Any:
@@ -322,7 +326,7 @@ def _number(value: Any) -> Any:
 
 
 def _numbers(values: list[Any]) -> list[float]:
-    """Tensors cross from the device together: one wait, not one for each."""
+    """Values as floats; tensors are copied from the device together, with a single synchronisation."""
     tensors = [value.reshape(()) for value in values if isinstance(value, Tensor)]
-    crossed = iter(torch.stack(tensors).tolist() if tensors else ())
-    return [next(crossed) if isinstance(value, Tensor) else float(_number(value)) for value in values]
+    copied = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(copied) if isinstance(value, Tensor) else float(_number(value)) for value in values]

@@ -1,4 +1,4 @@
-"""From what people pass to ``regard.train`` to the RunConfig, the examples and the model of a run."""
+"""From the arguments of ``regard.train`` to the RunConfig, the examples and the model of a run."""
 
 from __future__ import annotations
 
@@ -7,14 +7,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from torch import nn
+
 from ..config import DataConfig, ModelConfig, RunConfig
 from ..data.example_files import ExampleWriter
-from ..data.examples import Example, ImageExample, Label, Labelled, Pair, Tagged, Text, chat_of, preference_of
+from ..data.examples import (
+    Example,
+    ImageExample,
+    Label,
+    Labelled,
+    Pair,
+    Question,
+    Tagged,
+    Text,
+    Triplet,
+    chat_of,
+    preference_of,
+)
 from ..data.sources import Source, open_source
 from ..data.splits import Split, held_out_mask, sha256_of, split_tail
 from ..errors import BadData, UsageError
 from ..models import Model
-from ..models.build import build
+from ..models.build import model_class, model_class_name, register_model
 from ..recipes import run_config
 from ..text.processor import Processor
 from .run_directory import IN_MEMORY
@@ -25,7 +39,7 @@ _CONFIG_FILES = (".json", ".toml", ".yaml", ".yml")
 
 @dataclass(frozen=True)
 class RunInputs:
-    """A resolved config, and what a config cannot hold."""
+    """A resolved config, with the objects that a config cannot hold."""
 
     config: RunConfig
     task_class: type[Task]
@@ -35,14 +49,15 @@ class RunInputs:
 
     @property
     def processor(self) -> Processor | None:
-        """A model that was trained before brings its tokenizers."""
+        """The tokenizers of the given model, if it has been trained before."""
         return None if self.model is None else self.model.processor
 
     def check_model(self, resolved: ModelConfig) -> None:
+        """Raise ValueError if the config that the data needs differs from that of the given model."""
         if self.model is None or resolved == self.model.config:
             return
-        mine, data = self.model.config.model_dump(), resolved.model_dump()
-        pairs = ", ".join(f"{n}={mine[n]!r} (the data needs {data[n]!r})" for n in mine if mine[n] != data[n])
+        has, needs = self.model.config.model_dump(), resolved.model_dump()
+        pairs = ", ".join(f"{n}={has[n]!r} (the data needs {needs[n]!r})" for n in has if has[n] != needs[n])
         raise ValueError(f"the given model does not fit the data: {pairs}")
 
 
@@ -55,11 +70,13 @@ def resolve_run(
     train: Any = None,
     preset: str | None = None,
 ) -> RunInputs:
-    """Check and complete what was given, as the command line does with typed words."""
+    """Check and complete the arguments of ``regard.train`` as the command line does with its own."""
     task_class = next((x for x in (task, config) if isinstance(x, type)), None)
     module = model if isinstance(model, Model) else None
-    if module is not None and type(module) is not type(build(module.config, device="meta")):
-        raise UsageError(f"model is a {type(model).__name__}: a run can be resumed only with models of regard.build")
+    if module is not None:
+        _register_class(module)
+    elif isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}: your own models must be subclasses of regard.Model")
     fields: dict[str, Any] = {"model": model if module is None else module.config.model_dump(), "train": train}
     in_memory = data is not None and not isinstance(data, str | Path | Mapping | DataConfig)
     if not isinstance(config, RunConfig):
@@ -71,29 +88,37 @@ def resolve_run(
         else:
             config = run_config(cast(str | None, name), preset=preset, **fields)
     elif preset is not None or model is not None or train is not None or (data is not None and not in_memory):
-        raise UsageError("a RunConfig holds data, model and train already: change them with config.with_(…)")
+        raise UsageError("a RunConfig already holds data, model and train: change them with config.with_(…)")
+    model_class(config.model)  # raises ValueError if its class is not registered
     task_class = task_class or TASKS[config.task]
     examples, labels = _examples_of(data, task_class, config.data) if in_memory else (None, None)
     return RunInputs(config, task_class, examples, labels, module)
 
 
+def _register_class(model: Model) -> None:
+    """Register a user's own model class and note it in the config, so that checkpoints are loaded with it."""
+    if type(model) is not model_class(model.config):
+        register_model(type(model))
+        model.config = model.config.with_(model_class=model_class_name(type(model)))
+
+
 def open_run_source(inputs: RunInputs) -> Source:
-    """The examples of a run, some of them held out."""
+    """The examples of a run, with some of them held out; BadData if none are."""
     source = _open_examples(inputs)
     if not len(source.valid):
-        raise BadData(f"{source.name} has nothing held out to evaluate on; data.valid=… names examples for that")
+        raise BadData(f"{source.name} has no held-out examples to evaluate on; data.valid=… names some")
     return source
 
 
 def _open_examples(inputs: RunInputs) -> Source:
-    """From the config's source, or those given in memory, held out by the same rules."""
+    """The source that the config names, or the examples in memory, held out by the same rules."""
     data, examples = inputs.config.data, inputs.examples
     if examples is None:
         if data.source == IN_MEMORY:
-            raise UsageError("the run was trained on examples in memory: data=… must give them again")
+            raise UsageError("the run was trained on examples in memory: pass them again as data=…")
         return _open_for_task(data, inputs.task_class)
     if not examples:
-        raise BadData("data has no example")
+        raise BadData("data has no examples")
     train: Sequence[Example] = examples
     valid: Sequence[Example] = []
     how = "nothing held out"
@@ -111,8 +136,8 @@ def _open_examples(inputs: RunInputs) -> Source:
 
 
 def _open_for_task(data: DataConfig, task_class: type[Task]) -> Source:
-    """A source; where the kind of a table could only be guessed, and wrongly, it is the kind the task learns from."""
-    if data.kind is None and data.problem_type != "single_label":  # which cannot be told from the table
+    """Open a source; a table whose guessed kind does not suit the task is read as the kind the task needs."""
+    if data.kind is None and data.problem_type != "single_label":  # the kind cannot be guessed from such a table
         return replace(open_source(data.with_(kind=task_class.kinds[0])), kind_implied=True)
     source = open_source(data)
     if source.kind in task_class.kinds or source.schema is None or not source.schema.guessed:
@@ -123,43 +148,44 @@ def _open_for_task(data: DataConfig, task_class: type[Task]) -> Source:
 
 
 def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple[list[Example], tuple[str, ...] | None]:
-    """A Dataset or iterable of texts, pairs or Examples as the task reads them, and the labels of classes."""
+    """The items of a Dataset or iterable as Examples of the kind the task reads, and the labels of its classes."""
     is_map_style = hasattr(data, "__getitem__") and hasattr(data, "__len__")  # such a Dataset has no __iter__
     rows = [data[i] for i in range(len(data))] if is_map_style else list(data)
     kind = task_class.kinds[0]
     labels: tuple[str, ...] | None = None
     if task_class.has_labels and config.problem_type != "regression":
-        found: list[Any] = [_label_of(x) for x in rows]
+        row_labels: list[Any] = [_label_of(x) for x in rows]
         has_many = config.problem_type == "multi_label" or kind == "tagged"
-        names = {name for each in found for name in (each if has_many else (each,))}
+        names = {name for each in row_labels for name in (each if has_many else (each,))}
         labels = tuple(map(str, sorted(names, key=lambda x: (isinstance(x, str), x))))
 
     def number(name: Any) -> int:
         return (labels or ()).index(str(name))
 
-    def label(given: Any) -> Label:
+    def label(value: Any) -> Label:
         if labels is None:
-            return float(given)
-        return tuple(map(number, given)) if config.problem_type == "multi_label" else number(given)
+            return float(value)
+        return tuple(map(number, value)) if config.problem_type == "multi_label" else number(value)
 
     makers: dict[str, Any] = {
         "text": lambda x: Text(x),
-        "pairs": lambda x: Pair(*x),
+        "pairs": lambda x: (Pair if len(x) == 2 else Triplet)(*x),
         "labelled": lambda x: Labelled(x[0], label(x[-1]), *x[1:-1]),
         "images": lambda x: ImageExample(x[0], label=label(x[1])),
         "tagged": lambda x: Tagged(tuple(x[0]), tuple(map(number, x[1]))),
         "chats": lambda x: chat_of(x if isinstance(x, tuple) else (x,)),
         "preferences": preference_of,
+        "questions": lambda x: Question(x[0], x[1], tuple(x[2])),
         "captions": lambda x: ImageExample(x[0], (x[1],) if isinstance(x[1], str) else tuple(x[1])),
     }
     try:
         return [x if isinstance(x, Example) else makers[kind](x) for x in rows], labels
     except (TypeError, IndexError, ValueError) as error:
-        raise BadData(f"an example in data is not one of {kind}: {error}") from None
+        raise BadData(f"an example in data does not fit the kind {kind}: {error}") from None
 
 
 def _label_of(example: Any) -> Any:
-    """What a row or an Example has for its label: the last of a row."""
+    """The label of an Example, or the last item of a row."""
     match example:
         case Tagged(tags=label) | Labelled(label=label) | ImageExample(label=label):
             return label

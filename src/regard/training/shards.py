@@ -1,6 +1,6 @@
-"""Tensors on disk in pieces: each process writes the pieces it holds, any number of processes reads what it needs.
+"""Sharded tensors on disk: each process writes the pieces it holds, and any number of processes can read them.
 
-A file is safetensors, an index says which region of which tensor lies in which file. Nothing here is a pickle.
+Files are safetensors, never pickles; an index says which file holds which region of a tensor.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DTYPES: dict[torch.dtype, str] = {
     **{torch.bool: "BOOL"},
 }
 _KINDS = {kind: dtype for dtype, kind in _DTYPES.items()}
-_AT_ONCE = 1 << 24  # bytes written and hashed at a time
+_CHUNK_BYTES = 1 << 24  # bytes written and hashed at a time
 
 
 class TensorRegion(NamedTuple):
-    """A part of a tensor: where it starts and how long it is, in each dimension."""
+    """A rectangular part of a tensor: its offset and size in each dimension."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -52,7 +52,7 @@ class TensorRegion(NamedTuple):
         return math.prod(self.size)
 
     def overlap(self, other: TensorRegion) -> TensorRegion:
-        """What both hold; its size is 0 somewhere where that is nothing."""
+        """The region that both contain; if there is none, its size is 0 in some dimension."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
         return TensorRegion(offset, tuple(max(0, end - start) for start, end in zip(offset, ends, strict=True)))
@@ -64,7 +64,7 @@ class TensorRegion(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as the index has it: each piece is the file it lies in, under the tensor's name, and its region."""
+    """The index entry of a tensor: each piece is a file, which holds it under the tensor's name, and its region."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -72,23 +72,23 @@ class StoredTensor(NamedTuple):
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether other processes hold the rest of it."""
-    return (placed := _placement(x)) is not None and not placed.is_replicate()
+    """Whether other processes hold parts of the tensor."""
+    return (placement := _placement(x)) is not None and not placement.is_replicate()
 
 
 def local(x: Tensor) -> Tensor:
-    """The numbers this process holds."""
+    """The part of the tensor that this process holds."""
     return x.detach() if _placement(x) is None else x.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
 
 
 def local_region(x: Tensor) -> TensorRegion:
-    """Which part of the tensor this process holds: all of it, or one of the even slices fully_shard cuts."""
-    placed = _placement(x)
-    if placed is None or placed.is_replicate():
+    """The region of the tensor that this process holds: all of it, or one of the even slices of fully_shard."""
+    placement = _placement(x)
+    if placement is None or placement.is_replicate():
         return TensorRegion.whole(x.shape)
-    if not placed.is_shard():
-        raise ValueError(f"a tensor placed as {placed} cannot be stored: it is a sum not yet taken")
-    mesh, dim = x.device_mesh, placed.dim  # type: ignore[attr-defined]  # a DTensor, since it is placed
+    if not placement.is_shard():
+        raise ValueError(f"a tensor placed as {placement} cannot be stored: its sum has not been computed yet")
+    mesh, dim = x.device_mesh, placement.dim  # type: ignore[attr-defined]  # a DTensor, since it has a placement
     length = -(-x.shape[dim] // mesh.size())
     start = min(mesh.get_local_rank() * length, x.shape[dim])
     offset, size = [0] * x.dim(), list(x.shape)
@@ -100,43 +100,43 @@ def local_region(x: Tensor) -> TensorRegion:
 
 
 def _placement(x: Tensor) -> Any:
-    """How a DTensor lies over the processes; None for a plain tensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # half a second to import, and there is none without it
+    """The placement of a DTensor over the processes; None for a plain tensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # half a second to import; without it there is no DTensor
     if module is None or not isinstance(x, module.DTensor):
         return None
     if x.device_mesh.ndim != 1:
-        raise ValueError(f"a tensor over a mesh of {x.device_mesh.ndim} dimensions cannot be stored; 1 can")
+        raise ValueError(f"a tensor over a mesh of {x.device_mesh.ndim} dimensions cannot be stored; it must have 1")
     return x.placements[0]
 
 
 def is_dtensor(x: object) -> bool:
-    """Without loading torch.distributed to find out."""
+    """Whether ``x`` is a DTensor, without importing torch.distributed."""
     return hasattr(x, "full_tensor")
 
 
 def shard_like(x: Tensor, like: Any) -> Tensor:
-    """``x``, the same on every process, sharded as ``like`` is: each keeps its own part, nothing is sent.
+    """Shard ``x``, which is equal on all processes, like ``like``: each keeps its own part, without communication.
 
-    A plain ``like`` and an ``x`` already sharded leave it as it is.
+    If ``like`` is a plain tensor or ``x`` is already sharded, ``x`` is returned unchanged.
     """
     if is_dtensor(x) or not is_dtensor(like):
         return x
     from torch.distributed.tensor import DTensor, Replicate
 
-    everywhere = [Replicate()] * like.device_mesh.ndim
-    whole = DTensor.from_local(x, like.device_mesh, everywhere, run_check=False)
+    replicated = [Replicate()] * like.device_mesh.ndim
+    whole = DTensor.from_local(x, like.device_mesh, replicated, run_check=False)
     return whole.redistribute(placements=like.placements)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
-    """Write one safetensors file and force it to disk, a tensor at a time; its length and SHA-256 on the way.
+    """Write a safetensors file tensor by tensor and flush it to disk; returns its length and SHA-256.
 
-    The library's own writer needs all numbers a second time in memory, and its errors lose what the system said.
+    The writer of safetensors copies all tensors in memory first, and its errors drop the message of the system.
     """
     for name, x in tensors.items():
         if x.dtype not in _DTYPES:
-            raise ValueError(f"{name} is {x.dtype}; stored are {', '.join(map(str, _DTYPES))}")
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all lie aligned
+            raise ValueError(f"{name} is {x.dtype}, which cannot be stored; use {', '.join(map(str, _DTYPES))}")
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
@@ -152,9 +152,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
             digest.update(chunk)
         for name in order:
             numbers: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            for at in range(0, len(numbers), _AT_ONCE):
-                file.write(numbers[at : at + _AT_ONCE])
-                digest.update(numbers[at : at + _AT_ONCE])
+            for start in range(0, len(numbers), _CHUNK_BYTES):
+                file.write(numbers[start : start + _CHUNK_BYTES])
+                digest.update(numbers[start : start + _CHUNK_BYTES])
         file.flush()
         os.fsync(file.fileno())
     return Entry(8 + len(text) + end, digest.hexdigest())
@@ -162,7 +162,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """Where every tensor lies; ``tied`` gives names whose tensor is stored under another name."""
+    """Where each tensor is stored; ``tied`` maps the names of tied tensors to the name they are stored under."""
 
     tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
@@ -170,13 +170,16 @@ class Index:
     def text(self) -> bytes:
         tensors = {}
         for name, (shape, dtype, pieces) in sorted(self.tensors.items()):
-            places = [{"file": file, "offset": list(at.offset), "size": list(at.size)} for file, at in pieces]
-            tensors[name] = {"shape": list(shape), "dtype": _DTYPES[dtype], "pieces": places}
+            entries = [{"file": file, "offset": list(part.offset), "size": list(part.size)} for file, part in pieces]
+            tensors[name] = {"shape": list(shape), "dtype": _DTYPES[dtype], "pieces": entries}
         return to_json({"regard_checkpoint": _VERSION, "tensors": tensors, "tied": dict(sorted(self.tied.items()))})
 
     @classmethod
     def read(cls, root: Path) -> Index:
-        """Checked: every tensor whole. Pieces are even slices, so that those which add up to it also cover it."""
+        """Read an index and check that the pieces of each tensor are complete.
+
+        Pieces are even slices, so comparing the number of elements is enough.
+        """
         path = resolve_inside(root, INDEX)
         try:
             document = parse_json(path.read_bytes(), path)
@@ -187,14 +190,14 @@ class Index:
         except OSError as error:
             raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise BadModelFile(f"{path} is not an index of regard's") from None
+            raise BadModelFile(f"{path} is not the index of a regard checkpoint") from None
         for name, stored in tensors.items():
             held = sum(region.numel for _, region in stored.pieces)
             if held != math.prod(stored.shape):
-                raise BadModelFile(f"{path}: the pieces of {name} hold {held} of {math.prod(stored.shape)} numbers")
+                raise BadModelFile(f"{path}: the pieces of {name} hold {held} of {math.prod(stored.shape)} values")
         for name, target in tied.items():
             if target not in tensors:
-                raise BadModelFile(f"{path}: {name} is tied to {target}, which is not there")
+                raise BadModelFile(f"{path}: {name} is tied to {target}, which is missing")
         return cls(tensors, tied)
 
 
@@ -209,7 +212,7 @@ def _stored_tensor(entry: Any) -> StoredTensor:
 
 
 class TensorReader:
-    """The tensors of a directory by its index, each file opened once and read only where asked."""
+    """Reads the tensors of a directory through its index. Each file is opened once; only requested parts are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -220,31 +223,31 @@ class TensorReader:
         return Index.read(self.path)
 
     def names(self, prefix: str = "") -> list[str]:
-        """The tensors there are."""
+        """The names of all tensors that start with ``prefix``, sorted."""
         return sorted(name for name in {**self.index.tensors, **self.index.tied} if name.startswith(prefix))
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Those under a prefix ("model/"), by their names after it. Tied ones are the same tensor again."""
+        """The tensors under a prefix such as "model/", which their keys omit. Tied names share one tensor."""
         names = {name: self.index.tied.get(name, name) for name in self.names(prefix)}
         read = {stored: self.read(stored) for stored in set(names.values())}
         return {name.removeprefix(prefix): read[stored] for name, stored in names.items()}
 
     def tensor(self, name: str, like: Tensor | None = None) -> Tensor:
-        """One tensor, whole on the CPU; or on the device of ``like`` and, where that is a shard, only that shard."""
+        """One tensor, whole on the CPU; with ``like``, on its device and sharded like it."""
         if like is None:
             return self.read(name)
         shape = self._find_stored(name)[1].shape
         if shape != tuple(like.shape):
             raise BadModelFile(f"{self.path}: {name} has shape {shape}, the run needs {tuple(like.shape)}")
-        here = self.read(name, local_region(like)).to(like.device)
+        part = self.read(name, local_region(like)).to(like.device)
         if _placement(like) is None:
-            return here
+            return part
         sharded: Any = like
         mesh, placements = sharded.device_mesh, sharded.placements
-        return type(sharded).from_local(here, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+        return type(sharded).from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
     def read(self, name: str, region: TensorRegion | None = None) -> Tensor:
-        """A tensor, or one region of it, put together from its pieces."""
+        """Assemble a tensor, or one region of it, from its pieces."""
         from safetensors import SafetensorError, safe_open
 
         stored_name, stored = self._find_stored(name)
@@ -262,13 +265,13 @@ class TensorReader:
                 piece = file.get_slice(stored_name)[slices] if slices else file.get_tensor(stored_name)
             except (SafetensorError, OSError, RuntimeError) as error:
                 raise_shortage(path, str(error))
-                raise BadModelFile(f"{path} cannot be read, it is damaged or no such file: {error}") from None
+                raise BadModelFile(f"{path} is missing or damaged: {error}") from None
             out[shared.slices(region)] = piece
         return out
 
     def _find_stored(self, name: str) -> tuple[str, StoredTensor]:
-        """The name a tensor is stored under, its own or that of the one it is tied to, and its entry."""
-        found = self.index.tied.get(name, name)
-        if found not in self.index.tensors:
+        """The name a tensor is stored under, which differs for a tied one, and its index entry."""
+        stored_name = self.index.tied.get(name, name)
+        if stored_name not in self.index.tensors:
             raise BadModelFile(f"{self.path} holds no tensor {name}")
-        return found, self.index.tensors[found]
+        return stored_name, self.index.tensors[stored_name]

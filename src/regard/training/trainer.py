@@ -14,34 +14,33 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from .. import hub
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
 from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
 from ..data.sources import Source
 from ..errors import BadModelFile, RegardError, UsageError, silence_warnings
 from ..foundation.device import resolve_device, without_cudnn_attention
-from ..foundation.files import replace_directory, write_atomic
+from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_json, to_jsonable
 from ..foundation.progress import show_progress
-from ..hub.hf_directory import INDEX
 from ..models import Model
 from ..models.build import build
-from ..models.model_flops import training_flops
+from ..models.model_flops import n_tokens
 from ..text.processor import Processor
 from .averaging import Ema
 from .checkpoint import Checkpoint
-from .compilation import Choice, Compiled, choose
+from .compilation import Choice, Compiled, choose, compiler_options
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
-from .finetuning import add_lora, freeze, low_rank_additions, quantise_frozen, start_from
+from .finetuning import add_lora, freeze, quantise_frozen, start_from, use_language_model
+from .gradient_pass import should_capture
 from .initial_model import initial_processor, read_initial_model
 from .loggers import check_loggers
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
 from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
-from .precision import Precision, PrecisionName, flops_per_token, peak_flops
+from .precision import Precision, PrecisionName, model_flops_per_token, peak_flops
 from .reporter import Reporter
 from .run_directory import (
     CHOICE_FILE,
@@ -62,31 +61,34 @@ Callback = Callable[[StepRecord], None]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to."""
+    """The outcome of a run."""
 
     path: Path
     steps: int
-    seconds: float  # of training: evaluations and saving not counted
+    seconds: float  # training time without evaluation and saving
     metrics: dict[str, float | str] = field(default_factory=dict)
-    weights: str = ""  # which weights the model in ``path/model`` has
+    weights: str = ""  # which weights ``path/model`` holds, such as "step 400, the best"
     finished: bool = True
-    stopped: str | None = None  # why it ended before its last step
-    next_command: str = ""  # what to type to try the model, or to go on
+    stopped: str | None = None  # why the run ended before its last step
+    next_command: str = ""  # the command that tries the model, or resumes the run
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}
 
     def to_text(self) -> str:
-        """Where the model is, how good it is on held-out data, and what to type next. Signatures of metrics are in
-        ``to_dict``, in evaluation.json and in ``regard eval``."""
+        """Where the model is, its metrics on held-out data, and the next command.
+
+        Metric signatures are left to ``to_dict``, evaluation.json and ``regard eval``.
+        """
         took = f"{self.steps:,} step{'s' * (self.steps != 1)} in {format_duration(self.seconds)}"
         if not self.finished:
             return f"{self.path}: stopped after {took}\nnext: {self.next_command}"
         numbers = {name: value for name, value in self.metrics.items() if isinstance(value, int | float)}
         count = {"n": numbers.pop("n")} if "n" in numbers else {}
         texts = (f"{name.replace('_', ' ')} {format_value(value)}" for name, value in {**numbers, **count}.items())
-        doubts = [str(self.metrics["note"])] if self.metrics.get("note") else []
-        lines = [f"{self.path / 'model'}: {self.weights}, {took}", f"held out: {GAP.join(texts)}", *doubts]
+        lines = [f"{self.path / 'model'}: {self.weights}, {took}", f"held out: {GAP.join(texts)}"]
+        if self.metrics.get("note"):
+            lines.append(str(self.metrics["note"]))
         return "\n".join([*lines, f"next: {self.next_command}"])
 
 
@@ -106,12 +108,12 @@ def train(
     """Train in a new directory, as a RunConfig says or as ``regard train TASK`` would with the same fields.
 
     config     a RunConfig, the name of a task ("translate"), the path of a YAML, TOML or JSON file, or a Task class
-    task       a Task class of one's own, for a config that names its data and defaults
+    task       your own Task class, if ``config`` does not name the task
     data       a file or corpus, fields of DataConfig, or a Dataset or iterable of examples
     model      the name of a preset, fields of ModelConfig, or a model whose weights are the start
     train      fields of TrainConfig
     callbacks  functions called after each step with a StepRecord
-    processor  tokenizers made before, where runs share them
+    processor  existing tokenizers, to share them between runs
     """
     inputs = resolve_run(config, task=task, data=data, model=model, train=train, preset=preset)
     run_config = inputs.config
@@ -134,7 +136,12 @@ def train(
             opened = open_task(run_config, source, run.processor, inputs.task_class)
         opened.config = run_config
         with run.lock() if group.is_main else nullcontext():
-            return _run(run_config, opened, group, style, run, callbacks, inputs.model)
+            try:
+                return _run(run_config, opened, group, style, run, callbacks, inputs.model)
+            except (ValueError, RegardError):
+                if group.is_main and not run.has(CHOICE_FILE):  # refused before training: the name is free again
+                    run.clear()
+                raise
 
 
 def resume(
@@ -149,16 +156,16 @@ def resume(
 ) -> TrainResult:
     """Continue a run from its last checkpoint, bit for bit as if it had never stopped.
 
-    ``changes`` are fields of TrainConfig that do not make it another run, such as more steps; the run notes them in
-    provenance.json. ``restart_schedule``: the learning rate warms up and comes down again over the steps to come.
-    ``data`` says where files are now (``{"source": "moved.tsv"}``). A run with a Task of one's own, or with examples
-    from memory, needs ``task`` and ``data`` again. Bit for bit where it is not compiled: compiled, a CPU's sums differ
-    in the last digit from process to process, whether a run was stopped or not.
+    ``changes`` are fields of TrainConfig that a run may change, such as ``steps``; they are recorded in
+    provenance.json. ``restart_schedule`` starts the learning-rate schedule anew over the remaining steps.
+    ``data`` gives the new location of moved files (``{"source": "moved.tsv"}``). A run with your own Task class, or
+    with examples from memory, needs ``task`` and ``data`` again. A compiled run on a CPU is the exception to bit for
+    bit: its sums differ in the last digit between any two processes.
     """
     run = RunDirectory.open(path)
     for name in changes:
         if name not in RESUMABLE:
-            raise ValueError(f"train.{name} cannot change while a run goes on; {', '.join(RESUMABLE)} can")
+            raise ValueError(f"train.{name} cannot change when a run is resumed; {', '.join(RESUMABLE)} can")
     done, before = max(run.checkpoints().steps(), default=0), run.config.train
     if restart_schedule:
         changes |= {"schedule_start": done}
@@ -171,11 +178,11 @@ def resume(
     if recipe.steps < done:
         raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
     if recipe.stop_at is not None and recipe.stop_at <= done:
-        raise ValueError(f"train.stop_at={recipe.stop_at} lies behind the {done} steps that {path} has done")
+        raise ValueError(f"train.stop_at={recipe.stop_at} is not after the {done} steps that {path} has done")
     with closing(_open_group(recipe)) as group, _progress(style, group):
         source = open_run_source(resolve_run(config, task=task, data=data))
-        if (known := run.facts["data"]["sha256"]) != source.sha256:
-            hashes = f"its SHA-256 is {source.sha256[:12]}…, it was {known[:12]}…"
+        if (recorded := run.facts["data"]["sha256"]) != source.sha256:
+            hashes = f"its SHA-256 is {source.sha256[:12]}…, it was {recorded[:12]}…"
             raise RegardError(f"{config.data.source} has changed since the run began: {hashes}")
         shared = config.with_(train=_share_batches(recipe, run.facts["machine"]["processes"], group.world))
         with run.lock() if group.is_main else nullcontext():
@@ -187,7 +194,7 @@ def resume(
                 if changed:
                     entry = {"step": done, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "train": changed}
                     run.write_facts({**run.facts, "changes": [*run.facts.get("changes", ()), entry]})
-                if "device" in changed:  # what was chosen for the other one says nothing here
+                if "device" in changed:  # precision and compilation were chosen for the old device
                     run.replace_files({CHOICE_FILE: None})
             group.barrier()
             run = RunDirectory(run.root)
@@ -202,28 +209,28 @@ def _changes_text(changed: Mapping[str, tuple[Any, Any]], done: int) -> str | No
 
 
 def _schedule_text(before: TrainConfig, recipe: TrainConfig, done: int) -> str | None:
-    """What the learning rate will do where another number of steps changes its curve; None where it does not."""
-    was, lr = before.lr * schedule_of(before)(max(1, done)), recipe.lr * schedule_of(recipe)(done + 1)
+    """How the learning rate continues if a change of the steps changes its curve; None if it does not."""
+    old_lr, new_lr = before.lr * schedule_of(before)(max(1, done)), recipe.lr * schedule_of(recipe)(done + 1)
     restarts = recipe.schedule_start != before.schedule_start
     if not done or recipe.steps <= done or not (restarts or recipe.steps != before.steps):
         return None
     if recipe.schedule not in ("cosine", "wsd") and not restarts:
         return None
-    curve = f"the learning rate was {was:.3g} at step {done:,}"
+    curve = f"the learning rate was {old_lr:.3g} at step {done:,}"
     end = f"ends with {recipe.lr * schedule_of(recipe)(recipe.steps):.3g} at step {recipe.steps:,}"
     if restarts:
         return f"{curve}; it warms up again over {recipe.warmup:,} steps to {recipe.lr:.3g} and {end}"
-    go_on = f"{recipe.schedule} over {recipe.steps:,} steps goes on with {lr:.3g} and {end}"
-    return f"{curve}; {go_on}; --schedule restart warms up again instead"
+    rest = f"{recipe.schedule} over {recipe.steps:,} steps continues with {new_lr:.3g} and {end}"
+    return f"{curve}; {rest}; --schedule restart warms up again instead"
 
 
 def _progress(style: Style, group: Group) -> AbstractContextManager[None]:
-    """Inside, reading and tokenising show how far they have come, on one process and unless it is to be quiet."""
+    """A context in which reading and tokenising show progress, on the main process and unless ``style`` is quiet."""
     return show_progress(group.is_main and style not in ("quiet", "records", "off"))
 
 
 def _check_shippable(config: RunConfig, processor: Processor) -> None:
-    """Refuse before training what train.ship_to could not be given after it."""
+    """Refuse, before training, a format in train.ship_to that the model cannot be exported to."""
     if config.train.ship_to:
         from ..export.export_model import check_exportable
 
@@ -236,17 +243,17 @@ def _check_shippable(config: RunConfig, processor: Processor) -> None:
 def _open_group(recipe: TrainConfig) -> Group:
     try:
         return open_group(resolve_device(recipe.device, "train.device"))
-    except UsageError as error:  # the config is well formed, but this machine has no such device: exit code 1, not 2
+    except UsageError as error:  # the config is valid, but the device is missing here: exit code 1, not 2
         raise RegardError(str(error)) from None
 
 
 def _share_batches(recipe: TrainConfig, n_before: int, world: int) -> TrainConfig:
-    """As many batches a step as the run began with, on whatever number of processes it goes on."""
+    """The recipe with ``accumulate`` changed so that ``world`` processes compute as many batches per step as before."""
     batches = recipe.accumulate * n_before
     if batches % world:
         raise ValueError(
-            f"the run takes {batches} batches a step, train.accumulate={recipe.accumulate} on each of {n_before} "
-            f"processes, and {world} processes cannot share them evenly"
+            f"the run computes {batches} batches per step (train.accumulate={recipe.accumulate} on {n_before} "
+            f"processes), which {world} processes cannot share evenly"
         )
     return recipe.with_(accumulate=batches // world)
 
@@ -261,9 +268,10 @@ def _run(
     start_model: Model | None = None,
     notes: Sequence[str | None] = (),
 ) -> TrainResult:
+    """Build everything a run needs, restore its last checkpoint if there is one, and train to the end."""
     task.tokens_folder = run.root / "tokens"
-    # The main process makes the first batch first: it writes the tokens that the others read. This also finds examples
-    # that are too long.
+    # The main process makes the first batch before the others: it writes the token files that they read. This also
+    # finds examples that are too long.
     if not group.is_main:
         group.barrier()
     first = task.batch(0)
@@ -279,7 +287,8 @@ def _run(
         reference.to(group.device)
     objective = Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
     rows, length = first.inputs[-1].shape[0], first.inputs[-1].shape[-1]
-    flops = rows * training_flops(config.model, length)
+    token_flops = model_flops_per_token(model, length)
+    flops = rows * n_tokens(config.model, length) * token_flops
     choice = _choose_precision(config, objective, flops, group, run)
     precision = Precision(choice.precision, group.device)
     working = working_weights(objective, precision, group)
@@ -288,7 +297,8 @@ def _run(
         kind = "ddp" if config.train.parallel == "auto" else config.train.parallel
         step_module = parallelise(objective, kind, group, precision.dtype)
     if choice.compile:
-        step_module = Compiled(step_module, dynamic=task.ragged)
+        options = compiler_options(flops, group.device)
+        step_module = Compiled(step_module, dynamic=task.ragged, options=options)
     optimiser = build_optimiser(model, config.train)
     peak = peak_flops(group.device, precision.dtype)
     reporter = Reporter(
@@ -297,7 +307,7 @@ def _run(
         log_every=config.train.log_every,
         style=style if group.is_main else "off",
         start_step=0 if checkpoint is None else checkpoint.step,
-        flops_per_token=flops_per_token(config.model, first.inputs[-1].shape[-1]),
+        flops_per_token=token_flops,
         peak_flops=None if peak is None else peak * group.world,
         loggers=config.train.loggers,
         settings=_flat_fields(config),
@@ -316,6 +326,7 @@ def _run(
         reporter=reporter,
         ema=None if config.train.ema is None else Ema(model, config.train.ema),
         working=working,
+        captures=should_capture(objective, flops, working, config.train.accumulate),
         reads_late=_reads_late(precision),
         callbacks=callbacks,
     )
@@ -330,14 +341,14 @@ def _run(
 
 
 def _reads_late(precision: Precision) -> bool:
-    """On a GPU, unless a loss scale depends on what is read."""
+    """Whether to check a step for finite values one step late: on a GPU, unless the loss scale depends on them."""
     return precision.device.type == "cuda" and not precision.scales
 
 
 def _train_and_save(loop: Loop, run: RunDirectory, first: Batch) -> TrainResult:
     """Compile, train, and save the model."""
     at, compiled = loop.at, loop.step_module if isinstance(loop.step_module, Compiled) else None
-    if compiled is not None:  # with the first batch, wherever the run goes on from: the code is then the same
+    if compiled is not None:  # always with the first batch, so that a resumed run compiles the same code
         with loop.precision.forward():
             compiled.prepare(first.to(loop.group.device))
         at.seconds += compiled.seconds or 0.0
@@ -346,18 +357,20 @@ def _train_and_save(loop: Loop, run: RunDirectory, first: Batch) -> TrainResult:
     except Interrupted as stop:
         if stop.exit_code:
             raise
-        again = f"regard train --resume {shlex.quote(str(run.root))}"
-        return TrainResult(run.root, at.step, at.seconds, finished=False, next_command=again)
-    if compiled is not None and compiled.note is not None:
-        loop.reporter.note(compiled.note)
+        command = f"regard train --resume {shlex.quote(str(run.root))}"
+        return TrainResult(run.root, at.step, at.seconds, finished=False, next_command=command)
+    for note in (None if compiled is None else compiled.note, loop.gradient_pass.note):
+        if note is not None:
+            loop.reporter.note(note)
     return _finish(run, loop) if loop.group.is_main else TrainResult(run.root, at.step, at.seconds)
 
 
 def _new_model(
     config: RunConfig, task: Task, run: RunDirectory, group: Group, checkpoint: Checkpoint | None, start: Model | None
 ) -> tuple[Model, list[str]]:
-    """The model with its first weights, and notes about them; a run that goes on reads its own afterwards."""
-    recipe, notes = config.train, []
+    """The model with its initial weights, and notes about them; a resumed run loads its checkpoint afterwards."""
+    recipe = config.train
+    notes: list[str] = []
     seed_everything(recipe.seed, "weights")
     model = build(config.model) if start is None else start
     new_names: Sequence[str] = ()
@@ -376,6 +389,7 @@ def _new_model(
         add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
     if recipe.quantize == "nf4":
         quantise_frozen(model)
+    use_language_model(model, recipe.language_model, take=checkpoint is None)
     if recipe.freeze:
         freeze(model, recipe.freeze)
     if recipe.checkpointing:
@@ -384,15 +398,17 @@ def _new_model(
 
 
 def _open_new_task(config: RunConfig, source: Source, processor: Processor | None, task_class: type[Task]) -> Task:
-    """The task of a new run, with the tokenizers of ``train.init``, else of ``train.teacher``. What does not fit is
-    refused here, before there is a directory."""
+    """The task of a new run, with the tokenizers of ``train.init``, else of ``train.teacher``.
+
+    Models that do not fit are refused here, before the run directory is created.
+    """
     from ..io import load
 
     recipe = config.train
     initial = None if recipe.init is None else load(recipe.init)
     if processor is None and (initial is not None or recipe.teacher is not None):
-        given = read_initial_model(str(recipe.teacher))[1] if initial is None else initial.processor
-        processor = initial_processor(config, source, given, task_class)
+        existing = read_initial_model(str(recipe.teacher))[1] if initial is None else initial.processor
+        processor = initial_processor(config, source, existing, task_class)
     task = open_task(config, source, processor, task_class)
     if initial is not None:
         model, partial = build(task.model_config, device="meta"), recipe.init_partial
@@ -403,12 +419,12 @@ def _open_new_task(config: RunConfig, source: Source, processor: Processor | Non
 
 
 def _choose_precision(config: RunConfig, objective: Objective, flops: float, group: Group, run: RunDirectory) -> Choice:
-    """Precision and compilation: chosen once, at the start, then stored: another choice would round differently."""
+    """Precision and compilation, chosen once and stored: another choice on resume would round differently."""
     if run.has(CHOICE_FILE):
-        stored = run.json(CHOICE_FILE)  # older versions stored what they had timed as well
+        stored = run.json(CHOICE_FILE)  # files of older versions have more fields
         choice = Choice(**{each.name: stored[each.name] for each in fields(Choice)})
         if choice.precision not in get_args(PrecisionName) or not isinstance(choice.compile, bool):
-            raise BadModelFile(f"{run.root / CHOICE_FILE} has no precision and compilation that there are")
+            raise BadModelFile(f"{run.root / CHOICE_FILE} does not hold a valid precision and compile setting")
         return choice
     choice = choose(objective, flops, config.train, group.device)
     choice = group.broadcast_object(choice)
@@ -419,14 +435,14 @@ def _choose_precision(config: RunConfig, objective: Objective, flops: float, gro
 
 
 def _flat_fields(config: RunConfig) -> dict[str, Any]:
-    """Every field by the name it is typed with, such as train.lr."""
+    """All fields of a config by their full names, such as train.lr."""
     sections = config.model_dump(mode="json")
     fields = {f"{section}.{name}": x for section in ("data", "model", "train") for name, x in sections[section].items()}
     return {"task": config.task, **fields}
 
 
 def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
-    """What is printed before the first step."""
+    """The facts printed before the first step."""
     source, model, group = loop.task.source, loop.model, loop.group
     n_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
@@ -437,41 +453,22 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
         f"{n_trained:,} trained",
         "batches": f"{loop.task.batches_per_epoch:,} an epoch",
         "device": f"{group.world} × {group.device.type}" if group.is_distributed else str(group.device),
-        "numbers": choice.reason,
+        "precision": choice.reason,
         "out": str(loop.reporter.out),
     }
 
 
 def _adapter_base(init: str) -> str | None:
-    """The model directory that additions to ``init`` belong to; None where that is a checkpoint of a run."""
-    found = find_run(init)
-    if found is None:
+    """The model directory that an adapter trained from ``init`` belongs to; None if that is a checkpoint of a run."""
+    run_and_step = find_run(init)
+    if run_and_step is None:
         return str(Path(init).resolve())
-    run, step = found
+    run, step = run_and_step
     return str(run.model_folder.resolve()) if step is None and run.model_folder.is_dir() else None
 
 
-def _save_adapter(run: RunDirectory, merged: Model) -> None:
-    """Write the low-rank additions alone, where everything else is in the directory the run started from."""
-    recipe = run.config.train
-    if recipe.lora is None or recipe.init is None:
-        return
-    started = run.json(STARTED_FILE)
-    base, whole = started.get("base"), started["unlearned"]
-    if base is None or any(name.startswith(("token.", "target_token.")) for name in whole):
-        return
-    additions = low_rank_additions(run.model(merged=False)[0])
-    scale = (2.0 * recipe.lora if recipe.lora_alpha is None else recipe.lora_alpha) / recipe.lora
-    with replace_directory(run.root / "adapter") as folder:
-        for file in run.model_folder.iterdir():  # config.json and the tokenizers; a card and checksums are its own
-            if file.suffix != ".safetensors" and file.name not in ("manifest.json", "README.md", INDEX):
-                write_atomic(folder / file.name, file.read_bytes())
-        hub.write_adapter(folder, merged, additions, scale=scale, whole=whole, base=base)
-        hub.Manifest.of(folder).write(folder)
-
-
 def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
-    """Choose the weights to ship, evaluate them on all validation data, save them as a model."""
+    """Choose the weights to ship, evaluate them on all validation data, and save them as a model."""
     recipe, stopped = loop.train, loop.why_stopped()
     if stopped is not None:
         loop.reporter.note(stopped)
@@ -487,14 +484,14 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
         metrics = loop.task.validate(model, loss_of, beam=recipe.beam, length_penalty=recipe.length_penalty)
         if model.training_record is not None:
             model.training_record["metrics"] = to_jsonable(metrics)
-        with silence_warnings("regard.io"):  # the card says whether transformers can open it; nobody has asked yet
+        with silence_warnings("regard.io"):  # the model card says whether transformers can open it
             model.save(run.model_folder)
-        _save_adapter(run, model)
+        run.save_adapter(model)
     command = shlex.join(["regard", loop.task.command, str(run.root), *loop.task.example_words()])
     result = TrainResult(
         run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped, next_command=command
     )
     write_atomic(run.root / "evaluation.json", to_json(result.to_dict()))
-    loop.reporter.evaluation(loop.at.step, metrics, shown=False)  # the result says it
+    loop.reporter.evaluation(loop.at.step, metrics, shown=False)  # the result prints them
     loop.reporter.finish()
     return result

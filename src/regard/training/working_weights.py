@@ -1,8 +1,8 @@
-"""Weights to compute with in half precision, beside the fp32 weights that are trained, averaged and saved.
+"""A bf16 copy of the model that computes loss and gradients; the fp32 weights are trained, averaged and saved.
 
-Of mixed precision (Micikevicius et al. 2018) autocast keeps one set of weights, converts it in every pass and keeps the
-residual stream in fp32. Here the model of the run keeps its fp32 weights (the "master" weights), and a copy of it in
-bf16 computes loss and gradients: half the bytes in every pass, and nothing to convert but once a step.
+Autocast keeps one set of weights, converts it in every pass, and keeps the residual stream in fp32. Here, as in mixed
+precision by Micikevicius et al. (2018), the model keeps fp32 "master" weights and a bf16 copy runs the passes: half the
+bytes in every pass, and one conversion per step.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .precision import Precision
 
 
 def uses_working_weights(precision: Precision, group: Group) -> bool:
-    """In bf16 and fp8 on one GPU. On a CPU, in fp16, whose loss is scaled, and over several GPUs autocast converts."""
+    """True for bf16 and fp8 on a single GPU. A CPU, fp16 (with its scaled loss) and several GPUs use autocast."""
     return precision.dtype == torch.bfloat16 and precision.device.type == "cuda" and not group.is_distributed
 
 
 def working_weights(objective: Objective, precision: Precision, group: Group) -> WorkingWeights | None:
-    """Of a run, where it has any."""
+    """The working weights of a run; None if it computes with autocast or in fp32."""
     if uses_working_weights(precision, group):
         return WorkingWeights(objective, precision.dtype, fp8=precision.name == "fp8")
     if precision.name == "fp8":
-        raise RegardError("train.precision=fp8 trains on one GPU, not on several; train.precision=bf16 does")
+        raise RegardError("train.precision=fp8 needs a single GPU; train.precision=bf16 trains on several")
     return None
 
 
 class WorkingWeights:
-    """``objective``: the given one over a copy of its model whose fp32 parameters are in ``dtype``.
+    """``objective`` is the given one over a copy of its model, with fp32 parameters converted to ``dtype``.
 
-    ``fp8``: the products of its layers and its head are computed in eight bits.
-    Buffers, tokenizers and the reference model are shared with the original; parameters that are tied stay tied.
+    With ``fp8``, the linear layers and the head compute their products in eight bits. Buffers, tokenizers and the
+    reference model are shared with the original; tied parameters stay tied.
     """
 
     def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> None:
@@ -57,7 +57,7 @@ class WorkingWeights:
 
     @torch.no_grad()
     def hand_over_gradients(self) -> None:
-        """Add the gradients of the working weights, which are then gone, to those of the model in fp32."""
+        """Add the gradients of the working weights to the fp32 gradients of the model, then clear them."""
         pairs = [(own, half.grad) for own, half in self._pairs if half.grad is not None]
         wide = [torch.empty_like(own) for own, _ in pairs]
         torch._foreach_copy_(wide, [grad for _, grad in pairs])
@@ -66,9 +66,18 @@ class WorkingWeights:
         for _, half in self._pairs:
             half.grad = None
 
+    def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters of the model that have a gradient, each with that gradient."""
+        return [(own, own.grad) for own, _ in self._pairs if own.grad is not None]
+
+    def forget_gradients(self) -> None:
+        """Clear the gradients of the model and of the working weights."""
+        for own, half in self._pairs:
+            own.grad = half.grad = None
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the model's weights as they are now: after a step of the optimiser, and after they were read."""
+        """Copy the current weights of the model: after each optimiser step, and after loading a checkpoint."""
         torch._foreach_copy_([half.detach() for _, half in self._pairs], [own.detach() for own, _ in self._pairs])
 
 

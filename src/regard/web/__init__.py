@@ -1,7 +1,7 @@
-"""The explorer: a server on the reader's own machine, and the page it sends to the browser.
+"""The explorer: a local server, and the page that it sends to the browser.
 
-The page asks for tiles of attention weights as it needs them; the server answers from looks it keeps, which hold q and
-k and recompute any weight exactly. Nothing is fetched from anywhere else.
+The page requests tiles of attention weights as it needs them. The server keeps looks, which hold q and k and recompute
+any weight exactly. Nothing is loaded from other sites.
 """
 
 from .server import explorer, serve

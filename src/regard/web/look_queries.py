@@ -1,4 +1,4 @@
-"""Answers to the page's questions about a look, as tensors and JSON values; all indices are checked."""
+"""The explorer's queries about a look, answered from its maps as tensors or JSON values; all indices are checked."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ..lens.labels import Label
 
 MEAN = "mean"
-Span = tuple[int, int | None]  # first, and one past the last; None: as many as are sent at once
+Span = tuple[int, int | None]  # [start, stop); a stop of None means as many as one response may have
 
 
 @dataclass(frozen=True)
 class HeadView:
-    """Which attention of a look, and how its tokens are joined."""
+    """Selects the attention of one head, and whether sub-words are joined and special tokens shown."""
 
     kind: str
     layer: int
@@ -38,7 +38,7 @@ class HeadView:
 
 
 def look_document(session: LookSession, words: bool = False, specials: bool = True) -> dict[str, Any]:
-    """What the page needs to know of a look before it asks for weights."""
+    """What the page needs to know of a look before it requests weights."""
     look = session.look
     kinds = {kind: merged_view(session, HeadView(kind, 0, None, words, specials)).sizes for kind in look.kinds}
     about = {"id": session.id, "model": session.served.id, "text": look.text, "target": look.target_text}
@@ -47,29 +47,43 @@ def look_document(session: LookSession, words: bool = False, specials: bool = Tr
     return document if look.image is None else document | {"image": f"/api/looks/{session.id}/image"}
 
 
-_UNCERTAIN_AMONG = 512  # tokens
+def routing_document(session: LookSession, view: HeadView) -> dict[str, Any]:
+    """The experts of each token in a layer, best first, their weights, and each expert's share of all choices."""
+    merged_view(session, view)  # checks the kind and the layer
+    try:
+        routing = session.look.routing(layer=view.layer, kind=view.kind)
+    except ValueError as error:
+        raise RequestRefused(400, str(error)) from None
+    counts = routing.experts.flatten().bincount(minlength=routing.probabilities.shape[-1])
+    load = counts / counts.sum()
+    tokens = [label_document(label) for label in session.look.rows(kind=view.kind)]
+    chosen = {"experts": routing.experts.tolist(), "weights": routing.weights.tolist(), "load": load.tolist()}
+    return {"tokens": tokens, **chosen}
+
+
+_UNCERTAIN_AMONG = 512  # leading tokens that are searched for the least certain prediction
 
 
 def _summary(session: LookSession) -> dict[str, Any]:
-    """What the model says of its input, where it is least sure, and what it hardly knows."""
+    """The words that the model hardly knows, its classes, and the position of its least certain prediction."""
     look, served = session.look, session.served
     source = next((look.cols(kind=kind) for kind in ("cross", "encoder", "self") if kind in look.kinds), [])
     summary: dict[str, Any] = {"unfamiliar": [] if look.image else served.unfamiliar_words(look.text, source)}
     if served.config.head == "classify" and (classes := look.classes()):
         summary["classes"] = classes
     if served.can_generate:
-        # Before its second token a language model has nothing to go by.
+        # A language model's prediction after the first token has hardly any context.
         first = 0 if served.has_source or served.config.source == "image" else min(1, len(look.hidden()) - 1)
         summary["uncertain"] = first + int(look.uncertainty(slice(first, _UNCERTAIN_AMONG)).argmax())
     return summary
 
 
 def merged_view(session: LookSession, at: HeadView) -> MergedView:
-    """The rows and columns of a view; kind, layer and head are checked."""
+    """The rows and columns of a view; raises if the look lacks the kind, layer or head."""
     look, kind = session.look, at.kind
     if kind not in look.kinds:
-        have = ", ".join(look.kinds) or "it has none"
-        raise RequestRefused(422, f"kind={kind[:40]!r} is not one of this look's: {have}")
+        kinds = ", ".join(look.kinds) or "it has none"
+        raise RequestRefused(422, f"kind={kind[:40]!r} is not one of this look's: {kinds}")
     for name, index, total in (("layer", at.layer, look.layers(kind=kind)), ("head", at.head, look.heads(kind=kind))):
         if index is not None and index >= total:
             raise RequestRefused(422, f"{name}={index}: {kind} attention has {total} {name}s, 0 … {total - 1}")
@@ -78,15 +92,16 @@ def merged_view(session: LookSession, at: HeadView) -> MergedView:
         ("view", kind, at.words, at.specials), lambda: MergedView(look, kind, at.words, at.specials, is_plain)
     )
     if not view.rows or not view.cols:
-        raise RequestRefused(422, f"specials=false leaves nothing of the {kind} attention: all its tokens are special")
+        raise RequestRefused(422, f"specials=false leaves no {kind} attention: all its tokens are special")
     return view
 
 
 def labels(
     session: LookSession, at: HeadView, axis: str, start: int, stop: int | None, limits: Limits
 ) -> list[dict[str, Any]]:
-    every: list[Label] = getattr(merged_view(session, at), axis)
-    return [label_document(label) for label in every[_check_span(axis, (start, stop), len(every), limits.labels)]]
+    axis_labels: list[Label] = getattr(merged_view(session, at), axis)
+    span = _check_span(axis, (start, stop), len(axis_labels), limits.labels)
+    return [label_document(label) for label in axis_labels[span]]
 
 
 def label_document(label: Label) -> dict[str, Any]:
@@ -109,28 +124,28 @@ def _check_spans(view: MergedView, rows: Span, cols: Span, limits: Limits) -> tu
 def _check_span(name: str, span: Span, total: int, most: int) -> slice:
     start, stop = span[0], min(total, span[0] + most) if span[1] is None else span[1]
     if not 0 <= start < stop <= total:
-        raise RequestRefused(422, f"{name} {start} … {stop} do not lie within 0 … {total}")
+        raise RequestRefused(422, f"{name} {start} … {stop} are not within 0 … {total}")
     if stop - start > most:
-        raise RequestRefused(422, f"{name} {start} … {stop} are {stop - start}; at most {most} are sent at once")
+        raise RequestRefused(422, f"{name} {start} … {stop} are {stop - start}; one response has at most {most}")
     return slice(start, stop)
 
 
 def pooled(session: LookSession, at: HeadView, h: int, w: int, reduce: str, limits: Limits) -> Tensor:
-    """The whole matrix in at most (h, w) cells; not cached here, since the browser caches up to 1 MB a head."""
+    """The whole matrix pooled into at most (h, w) cells; not cached: it may take 1 MB, and the browser keeps it."""
     view = merged_view(session, at)
     h, w = _fit_cells(view, h, w, 1, limits)
     return view.pooled(layer=at.layer, head=at.head, h=h, w=w, reduce=reduce)
 
 
 def thumbnails(session: LookSession, at: HeadView, size: int, limits: Limits) -> Tensor:
-    """Every head of a layer, small: (heads, size, size)."""
+    """Every head of a layer, pooled: (heads, size, size)."""
     view = merged_view(session, at)
     h, w = _fit_cells(view, size, size, view.look.heads(kind=at.kind), limits)
     return session.cache(("thumbnails", at, h, w), lambda: view.overviews(layer=at.layer, h=h, w=w))
 
 
 def _fit_cells(view: MergedView, h: int, w: int, heads: int, limits: Limits) -> tuple[int, int]:
-    """The number of cells: at most h × w, one for each weight, and what can be sent at once."""
+    """The number of cells: at most h × w, one per weight, and as many as fit into one response."""
     h, w = min(h, len(view.rows)), min(w, len(view.cols))
     most = limits.response_bytes // (4 * heads)
     if h * w <= most:
@@ -154,11 +169,11 @@ def top(session: LookSession, at: HeadView, row: int, k: int) -> list[dict[str, 
 
 def check_index(name: str, index: int, total: int) -> None:
     if not 0 <= index < total:
-        raise RequestRefused(422, f"{name}={index} does not lie within 0 … {total - 1}")
+        raise RequestRefused(422, f"{name}={index} is not within 0 … {total - 1}")
 
 
 def to_csv(session: LookSession, at: HeadView, rows: Span, cols: Span, limits: Limits) -> str:
-    """Weights with their labels: a column for each key, a line for each query."""
+    """Weights with their labels: a row per query, a column per key."""
     view = merged_view(session, at)
     row_span, col_span = _check_spans(view, rows, cols, limits)
     out = io.StringIO()
@@ -171,28 +186,28 @@ def to_csv(session: LookSession, at: HeadView, rows: Span, cols: Span, limits: L
 
 
 def cell_texts(labels: Sequence[Label]) -> list[str]:
-    """A quote before what a spreadsheet would run as a formula."""
-    signs = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets skip white space before the sign
+    """The texts of labels, with a quote before any that a spreadsheet would evaluate as a formula."""
+    signs = ("=", "+", "-", "@", "\t", "\r", "\n")  # spreadsheets skip whitespace before the sign
     return [f"'{label.text}" if label.text.startswith(signs) else label.text for label in labels]
 
 
 class BeamTree:
-    """Nodes of a beam search with their parents; ``score`` is Σ log P of the tokens so far.
+    """The nodes of a beam search with their parents; ``score`` is Σ log P of the tokens so far.
 
     ``kept`` nodes belong to the hypotheses that the search returned, ``best`` ones to the first of them; the last node
-    of a hypothesis has its ``rank`` and its length-normalised score, ``final``. All other nodes were dropped on the
-    way; ``ended`` marks a complete text among them.
+    of a hypothesis has its ``rank`` and its length-normalised score, ``final``. All other nodes were dropped during the
+    search; ``ended`` marks complete texts among them.
     """
 
     def __init__(self, session: LookSession) -> None:
         self._tokenizer, self._config = session.served.target_tokenizer, session.served.config
         root = {"id": 0, "parent": None, "text": "", "score": 0.0, "best": True, "kept": True}
         self.nodes: list[dict[str, Any]] = [root]
-        self._tokens = [-1]  # of each node
+        self._tokens = [-1]  # the token of each node
         self._children: dict[tuple[int, int], int] = {}  # (node, token) → node
 
     def add_node(self, parent: int, token: int, score: float) -> int:
-        """The child of a node by a token, a new one if need be."""
+        """The child of ``parent`` by a token; created if it does not exist."""
         if (parent, token) not in self._children:
             self._children[parent, token] = node = len(self.nodes)
             text = token_text(token, self._tokenizer, self._config)
@@ -202,7 +217,7 @@ class BeamTree:
         return self._children[parent, token]
 
     def add_steps(self, generated: Generated) -> None:
-        """The nodes of every step of the search."""
+        """Add the nodes of every step of the search."""
         node_of_beam: dict[int, int] = {}
         for step in generated.steps or ():
             parents, node_of_beam = node_of_beam, {}
@@ -222,7 +237,7 @@ class BeamTree:
             self.nodes[node] |= {"final": hypothesis.score, "rank": rank}
 
     def label_nodes(self, nodes: list[dict[str, Any]]) -> None:
-        """Give each node the ``label`` of its token within its text, where parts of a character have its name."""
+        """Give each node the ``label`` of its token in its text; the tokens of one character share its label."""
         inner = {node["parent"] for node in nodes}
         leaves = [node for node in nodes if node["id"] not in inner]
         for leaf in sorted(leaves, key=lambda node: node.get("rank", len(nodes))):
@@ -237,10 +252,10 @@ class BeamTree:
 
 
 def beam_tree(session: LookSession, limits: Limits) -> dict[str, Any]:
-    """All nodes, parents before children; where there are too many, only those of the returned hypotheses."""
+    """All nodes, parents before children; if there are too many, only those of the returned hypotheses."""
     generated = session.search
     if generated is None:
-        raise RequestRefused(422, "this look was not written by a beam search; generate with beam=2 or more")
+        raise RequestRefused(422, "this text was not generated by beam search; generate with beam=2 or more")
     tree = BeamTree(session)
     tree.add_steps(generated)
     tree.mark_hypotheses(generated)
@@ -250,7 +265,7 @@ def beam_tree(session: LookSession, limits: Limits) -> dict[str, Any]:
 
 
 def encode_png(image: Image, limits: Limits) -> bytes:
-    """A PNG file of at most 640 × 640 pixels, or fewer where that is too large to be sent."""
+    """A PNG file of at most 640 × 640 pixels, or fewer if that exceeds the size of a response."""
     side = 640
     while True:
         small = image.convert("RGB")

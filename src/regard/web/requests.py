@@ -1,60 +1,65 @@
-"""What a request may contain: its body, limits, and the ASGI layer that checks host, origin and size."""
+"""Request bodies, limits, and the ASGI layer that checks the host, origin, key and size of a request."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import ipaddress
 import json
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hmac import compare_digest
 from http.cookies import CookieError, SimpleCookie
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from .api_keys import ApiKeys
+
 MEGABYTE = 1_000_000
 
 
 @dataclass(frozen=True)
 class Limits:
+    """Upper limits; a request that exceeds one is refused unless its comment says otherwise."""
+
     body_bytes: int = 8 * MEGABYTE
-    body_seconds: float = 20.0  # in which a body must arrive
-    header_seconds: float = 10.0  # in which a request must begin: its first line and headers
-    body_strings: int = 20_000  # names and texts of a JSON body
-    body_lists: int = 450_000  # and its lists and objects; texts may hold brackets too
-    held_bytes: int = 256 * MEGABYTE  # bodies of all requests together
-    characters: int = 200_000  # of a text, before it is tokenised
-    characters_per_token: int = 64  # a text longer than max_len tokens of this size is refused before it is tokenised
-    tokens: int = 16_384  # of one look, also where the model could read more
+    body_seconds: float = 20.0  # for a body to arrive
+    header_seconds: float = 10.0  # for the first line and the headers of a request to arrive
+    header_bytes: int = 65_536  # names and values of all headers together
+    body_strings: int = 20_000  # names and strings of a JSON body
+    body_lists: int = 450_000  # lists and objects of a JSON body, counted by their brackets, those in strings included
+    held_bytes: int = 256 * MEGABYTE  # bodies of all current requests together
+    characters: int = 200_000  # of a text
+    characters_per_token: int = 64  # a text of more than max_len times this is refused before it is tokenised
+    tokens: int = 16_384  # of one look, even if the model reads more
     new_tokens: int = 1024
     pixels: int = 16_000_000
-    tile: int = 256  # rows, and columns, of one response with exact weights
-    labels: int = 2048
-    response_bytes: int = MEGABYTE  # of any response: 250,000 weights of 4 bytes
-    beam_nodes: int = 6000  # of a beam search's tree; a larger one is sent without the dropped hypotheses
-    kept_bytes: int = 2000 * MEGABYTE  # of all looks together; the least recently used one is dropped first
+    tile: int = 256  # rows, and columns, of exact weights in one response
+    labels: int = 2048  # in one response
+    response_bytes: int = MEGABYTE  # 250,000 weights of 4 bytes
+    beam_nodes: int = 6000  # of a beam search's tree; a larger tree is sent without the dropped hypotheses
+    kept_bytes: int = 2000 * MEGABYTE  # all looks together; the least recently used one is dropped first
     kept_looks: int = 64
-    model_seconds: float = 300.0  # of a request that runs a model, with the time in the queue
-    request_seconds: float = 60.0  # of any other
+    model_seconds: float = 300.0  # for a request that runs a model, including its time in the queue
+    request_seconds: float = 60.0  # for any other request
     stream_seconds: float = 600.0
     waiting: int = 256  # requests in the queue
-    walk_tokens: int = 512  # up to this length the model runs again to show the values v of a layer
+    walk_tokens: int = 512  # of a text for which the model runs again to show v; a longer one is shown without v
+    capture_tokens: int = 4096  # of a text whose activations are captured in one pass
+    sweep_operations: float = 2e12  # of a patching sweep; a larger one is estimated from one gradient
 
 
-UNFORESEEN = "something went wrong here ({}); the server's log says more"
+INTERNAL_ERROR = "internal error ({}); see the server's log"
 
 
 class RequestRefused(Exception):
-    """A request that gets an HTTP error status and one sentence."""
+    """Refuses a request with an HTTP status and a sentence; after ``retry_seconds`` it may be repeated."""
 
-    def __init__(self, status: int, sentence: str) -> None:
+    def __init__(self, status: int, sentence: str, retry_seconds: int | None = None) -> None:
         super().__init__(sentence)
-        self.status = status
+        self.status, self.retry_seconds = status, retry_seconds
 
 
 Scope = MutableMapping[str, Any]
@@ -63,10 +68,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = dict[str, list[str]]  # by name in lower case
+RefusalBody = Callable[[str, int, str], dict[str, Any]]
 
+INFO = "regard"  # scope entry that the layers share: the request's id and route, its key's name, whether it is admin
+HAS_LONG_HEADERS = "regard.has_long_headers"  # scope entry: some headers were dropped for their size
 LOCAL = ("127.0.0.1", "localhost", "::1")
 _COOKIE = "regard-key"
-# Only our own scripts and styles, and none that stand in the page; it turns drawings into data: URLs.
+# Only our own script and style files, nothing inline. The page exports drawings as data: and blob: URLs.
 _POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data: blob:;"
     b" base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -81,17 +89,31 @@ _HEADERS = (
 
 
 class RequestGuard:
-    """The outermost ASGI layer: checks Host and Origin (against DNS rebinding and other pages), the key and the body.
+    """The ASGI layer that checks Host and Origin (against DNS rebinding and foreign pages), the key and the body.
 
-    With an ``api_key``, a request has it as `Authorization: Bearer KEY`, or in the cookie that /?key=KEY sets.
+    With ``api_key``, a single key or a set of them, a request must send one as `Authorization: Bearer KEY` or in the
+    cookie that /?key=KEY sets. Pages of ``allow_origins`` may call the server too; ``allow_hosts`` are additional names
+    of this server.
     """
 
-    def __init__(self, app: App, limits: Limits, host: str = "127.0.0.1", api_key: str | None = None) -> None:
-        self.app, self.limits = app, limits
-        self._api_key = None if api_key is None else _digest(api_key)
-        self._n_held = 0  # bytes of bodies
+    def __init__(
+        self,
+        app: App,
+        limits: Limits,
+        host: str = "127.0.0.1",
+        api_key: str | ApiKeys | None = None,
+        refusal_body: RefusalBody = lambda path, status, sentence: {"error": sentence},
+        allow_origins: Sequence[str] = (),
+        allow_hosts: Sequence[str] = (),
+    ) -> None:
+        """``refusal_body(path, status, sentence)`` builds the JSON body of a refusal."""
+        self.app, self.limits, self._refusal_body = app, limits, refusal_body
+        self._keys = ApiKeys.single(api_key) if isinstance(api_key, str) else api_key
+        self._allow_origins = {origin.rstrip("/").lower() for origin in allow_origins}
+        self._n_held = 0  # bytes of all bodies in memory
         self._allowed = {*LOCAL, host.lower(), *(() if is_local(host) else (socket.gethostname().lower(),))}
-        self._any_address = not is_local(host)  # a foreign name may resolve to this machine
+        self._allowed |= {name.lower() for name in allow_hosts}
+        self._any_address = not is_local(host)  # any IP address may be ours; a name may be DNS rebinding
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -101,33 +123,36 @@ class RequestGuard:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), *_HEADERS]
-                if scope["path"].startswith("/static/"):  # revalidated each time, sent again only where it changed
+                if scope["path"].startswith("/static/"):  # the browser revalidates each file before using its copy
                     message["headers"].append((b"cache-control", b"no-cache"))
             await send(message)
 
         n_held = 0
         try:
+            if scope.get(HAS_LONG_HEADERS):
+                raise RequestRefused(431, f"the headers have more than {self.limits.header_bytes:,} bytes")
             headers = _read_headers(scope)
             self._check(headers)
-            if self._api_key is not None and await self._log_in(scope, headers, send_with_headers):
+            if self._keys is not None and await self._log_in(self._keys, scope, headers, send_with_headers):
                 return
             messages = [await self._read_body(receive)]
             n_held = len(messages[0].get("body", b""))
             await self._call_app(scope, receive, send_with_headers, messages)
         except RequestRefused as refused:
-            await _send_refusal(send_with_headers, refused)
+            body = self._refusal_body(scope["path"], refused.status, str(refused))
+            await _send_refusal(send_with_headers, refused, body)
         finally:
             self._n_held -= n_held
 
     async def _call_app(self, scope: Scope, receive: Receive, send: Send, messages: list[Message]) -> None:
-        """Let the application respond; it is cancelled when the client is gone before the response is complete.
+        """Run the application; it is cancelled if the client disconnects before the response is complete.
 
-        It takes the body out of ``messages``, so that nothing else keeps it in memory.
+        It pops the body from ``messages``, so that no other reference keeps it in memory.
         """
         complete = False
 
         async def receive_body() -> Message:
-            return messages.pop() if messages else await receive()  # after the body, the end of the connection
+            return messages.pop() if messages else await receive()  # after the body, the disconnect
 
         async def watch_send(message: Message) -> None:
             nonlocal complete
@@ -151,20 +176,24 @@ class RequestGuard:
             gone.cancel()
             app.cancel()
 
-    async def _log_in(self, scope: Scope, headers: Headers, send: Send) -> bool:
-        """Check the key; a page opened with ?key=KEY gets a cookie of it, and is sent on without the key (True)."""
-        asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [])
+    async def _log_in(self, keys: ApiKeys, scope: Scope, headers: Headers, send: Send) -> bool:
+        """Check the key. /?key=KEY sets a cookie and redirects to / without the key; only then returns True."""
+        in_query = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("key", [])
         cookies = SimpleCookie()
         with suppress(CookieError):
             cookies.load("; ".join(headers.get("cookie", [])))
         bearer = [value[7:].strip() for value in headers.get("authorization", []) if value[:7].lower() == "bearer "]
-        known = [cookies[_COOKIE].value] if _COOKIE in cookies else []
-        given = [*map(_digest, bearer or (asked if scope["path"] == "/" else [])), *known]
-        if not any(compare_digest(each.encode(), str(self._api_key).encode()) for each in given):
+        sent_keys = bearer or (in_query if scope["path"] == "/" else [])
+        key = keys.find(sent_keys, [cookies[_COOKIE].value] if _COOKIE in cookies else [])
+        if key is None:
             raise RequestRefused(401, "this server needs a key: Authorization: Bearer KEY, or /?key=KEY in a browser")
-        if scope["path"] != "/" or not asked:
+        scope.setdefault(INFO, {}).update(key=key.name, admin=key.admin)
+        if seconds := keys.take(key):
+            sentence = f"key {key.name!r} is limited to {key.per_minute} requests a minute; try again in {seconds} s"
+            raise RequestRefused(429, sentence, seconds)
+        if scope["path"] != "/" or not in_query:
             return False
-        cookie = f"{_COOKIE}={self._api_key}; Path=/; HttpOnly; SameSite=Strict".encode()
+        cookie = f"{_COOKIE}={keys.cookie(key)}; Path=/; HttpOnly; SameSite=Strict".encode()
         redirect = [(b"location", b"/"), (b"set-cookie", cookie), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 303, "headers": redirect})
         await send({"type": "http.response.body", "body": b""})
@@ -173,12 +202,12 @@ class RequestGuard:
     def _check(self, headers: Headers) -> None:
         host = headers.get("host", [])
         if len(host) != 1 or not self._is_own_host(host[0]):
-            said = ", ".join(host)[:100] or "nothing"
-            problem = f"the Host header says {said!r}, which is not this server"
+            names = ", ".join(host)[:100] or "nothing"
+            problem = f"the Host header says {names!r}, which is not this server"
             raise RequestRefused(403, f"{problem}; open http://127.0.0.1 instead")
         for origin in headers.get("origin", []):
-            if not _is_origin(origin, host[0]):
-                raise RequestRefused(403, f"a page of {origin[:100]!r} may not ask this server")
+            if not (self._allow_origins & {"*", origin.lower()} or _is_origin(origin, host[0])):
+                raise RequestRefused(403, f"pages of {origin[:100]!r} may not call this server")
         for length in headers.get("content-length", []):
             if not (length.isascii() and length.isdigit()):
                 raise RequestRefused(400, f"Content-Length {length[:40]!r} is not a number")
@@ -186,7 +215,7 @@ class RequestGuard:
                 raise _body_too_large(length, self.limits)
 
     def _is_own_host(self, host: str) -> bool:
-        """Of `[::1]:80` the name is ::1, of `localhost:8000` localhost."""
+        """Whether a Host header, `localhost:8000` or `[::1]:80`, names this server."""
         if any(sign in host for sign in "/@?#\\ "):
             return False
         try:
@@ -196,7 +225,7 @@ class RequestGuard:
         return name in self._allowed or (self._any_address and _is_address(name))
 
     async def _read_body(self, receive: Receive) -> Message:
-        """The whole body, or the message that came instead of its rest.
+        """Read the whole body; returns it as one message, or the disconnect that arrived instead of its rest.
 
         Its size is counted as it arrives, since Content-Length may be missing.
         """
@@ -214,7 +243,7 @@ class RequestGuard:
                     if len(body) > limits.body_bytes:
                         raise _body_too_large(len(body), limits)
                     if self._n_held > limits.held_bytes:
-                        raise RequestRefused(429, "other requests take all memory for bodies; ask again in a moment")
+                        raise RequestRefused(429, "too many request bodies are in memory; try again in a moment")
             _check_json_size(body, limits)
         except BaseException as failure:
             self._n_held -= len(body)
@@ -223,10 +252,6 @@ class RequestGuard:
                 raise RequestRefused(408, sentence) from None
             raise
         return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-
-def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _read_headers(scope: Scope) -> Headers:
@@ -239,32 +264,35 @@ def _read_headers(scope: Scope) -> Headers:
 def _is_origin(origin: str, host: str) -> bool:
     try:
         return urlsplit(origin).netloc.lower() == host.lower()
-    except ValueError:  # "http://[" is no address
+    except ValueError:  # for example "http://["
         return False
 
 
 def _check_json_size(body: bytearray, limits: Limits) -> None:
-    """Refuse a body of very many values before it is parsed: each takes a hundred bytes and more, and some time.
+    """Refuse a body with too many values before it is parsed: each takes a hundred bytes or more, and time.
 
-    A quote without a backslash before it begins or ends a string; the second may have one before it, the first cannot.
+    Strings are estimated by quotes that no backslash precedes. An opening quote never has one before it; a closing
+    quote may, so the count is at least the number of strings.
     """
     n_strings = body.count(b'"') - body.count(b'\\"')
     n_lists = body.count(b"[") + body.count(b"{")
-    for n, most, what in ((n_strings, limits.body_strings, "strings"), (n_lists, limits.body_lists, "lists")):
+    for n, most, name in ((n_strings, limits.body_strings, "strings"), (n_lists, limits.body_lists, "lists")):
         if n > most:
-            raise RequestRefused(413, f"a body with {n:,} {what} is more than the {most:,} allowed")
+            raise RequestRefused(413, f"a body with {n:,} {name} is more than the {most:,} allowed")
 
 
 def _body_too_large(n_bytes: int | str, limits: Limits) -> RequestRefused:
     return RequestRefused(413, f"a body of {str(n_bytes)[:40]} bytes is more than the {limits.body_bytes:,} allowed")
 
 
-async def _send_refusal(send: Send, refused: RequestRefused) -> None:
-    content = json.dumps({"error": str(refused)}, ensure_ascii=False).encode("utf-8", "replace")
+async def _send_refusal(send: Send, refused: RequestRefused, body: dict[str, Any]) -> None:
+    content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    headers.append((b"connection", b"close"))  # the rest of the body is not read, so no other request can follow it
+    if refused.retry_seconds is not None:
+        headers.append((b"retry-after", str(refused.retry_seconds).encode()))
+    headers.append((b"connection", b"close"))  # the body may be unread, so no request can follow it
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": content})
 
@@ -285,7 +313,7 @@ _LIMITS = Limits()
 
 
 def _check_unicode(text: str) -> str:
-    """Refuse half a surrogate pair: JSON can spell it ("\\ud800"), but UTF-8 and tokenizers cannot."""
+    """Refuse half a surrogate pair: JSON can express it ("\\ud800"), but UTF-8 and tokenizers cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as wrong:
@@ -295,7 +323,7 @@ def _check_unicode(text: str) -> str:
 
 ModelName = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_check_unicode)]
 BodyText = Annotated[str, Field(max_length=_LIMITS.characters), AfterValidator(_check_unicode)]
-BodyImage = Annotated[str, Field(max_length=_LIMITS.body_bytes)]  # base64 of an image file, or such a data: URL
+BodyImage = Annotated[str, Field(max_length=_LIMITS.body_bytes)]  # an image file in base64, bare or as a data: URL
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -321,8 +349,8 @@ class ModelChanges(Body):
     """Interventions on the model's attention."""
 
     causal: bool = True  # False removes the causal mask
-    scale: Annotated[float, Field(ge=0, le=1000)] = 1.0  # a factor on the scores
-    off: Annotated[list[tuple[ModelName, Index, Index]], Field(max_length=4096)] = []  # (kind, layer, head), ablated
+    scale: Annotated[float, Field(ge=0, le=1000)] = 1.0  # factor on the scores
+    off: Annotated[list[tuple[ModelName, Index, Index]], Field(max_length=4096)] = []  # heads: (kind, layer, head)
 
 
 class LookRequest(Body):

@@ -1,4 +1,4 @@
-"""The models that a server offers, and the looks that are opened with them."""
+"""The models of a server: loading and naming them, checking inputs, and opening looks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 from ..config import ModelConfig
 from ..data.images import open_image
 from ..errors import BadData, UsageError
+from ..generation.prompts import max_text_length
 from ..generation.text_codec import ModelTokenizers
-from ..lens.capture import attention_modules, n_heads_of
+from ..lens.capture import attention_modules, n_heads_of, stacks
 from ..lens.capture_inputs import tokenizers
 from ..lens.labels import Label, token_labels
 from ..models import Model
 from .requests import Limits, LookRequest, ModelChanges, RequestRefused, SearchRequest
-from .run_examples import RunExamples, examples_of_run, name_of_run, spelled_words
+from .run_examples import RunExamples, examples_of_run, name_of_run, run_with_checkpoints, spelled_words
 from .sessions import LookSession, SessionStore
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ServedModel:
     name: str
     model: Model
     read_examples: Callable[[], RunExamples] = RunExamples
+    run: Path | None = None  # the run directory it came from, if that has checkpoints
 
     @property
     def config(self) -> ModelConfig:
@@ -62,15 +64,15 @@ class ServedModel:
         return self.read_examples()
 
     def unfamiliar_words(self, text: str | None, labels: Sequence[Label]) -> list[str]:
-        """Words of a source text that the model hardly knows, as they were typed: those without a token, and those it
-        has to spell, unlike the examples it learned from."""
+        """Words of a source text that the model hardly knows, as typed: those without a token, and those that are
+        spelled in small pieces, unless its training examples are too."""
         source = tokenizers(self.model)[0]
         unknown = [] if source is None or text is None else source.unknown_texts(text)
         return unknown if self._spells_examples else [*unknown, *spelled_words(labels)]
 
     @cached_property
     def _spells_examples(self) -> bool:
-        """Whether it reads its own examples piece by piece, letter by letter; also where there are none."""
+        """Whether most of its own examples contain words spelled in small pieces; True if it has no examples."""
         texts = [] if self.config.source == "image" else self.examples.inputs
         source = tokenizers(self.model)[0]
         labels = [token_labels(source.encode(text), source, self.config) for text in texts] if source else []
@@ -83,29 +85,36 @@ class ServedModel:
             "name": self.name,
             "task": task_name(config),
             "kinds": attention_sizes(self.model),
-            "max_len": config.max_len,
+            "max_len": max_text_length(config),
+            "d_head": config.d_head or config.d_model // config.n_heads,
             "generates": self.can_generate,
             "image": config.source == "image",
             "source": self.has_source,
             "causal": any(stack.causal for stack in self.model.stacks()),
+            "layered": bool(stacks(self.model)) and (self.model.head or self.model.class_head) is not None,
+            "experts": config.experts is not None,
+            "history": self.run is not None and config.source == "text",
             "examples": self.examples.inputs,
             "tags": self.examples.tags,
         }
 
 
 def task_name(config: ModelConfig) -> str:
-    """The task of `regard train` that such a model is trained for."""
+    """The task of `regard train` that trains a model with this config."""
     if config.head == "classify":
         return "classify-images" if config.source == "image" else "classify"
     if config.architecture == "encoder":
-        return {"masked-lm": "mlm", "tag": "tag"}.get(config.head, "features")
+        features = "embed" if config.source == "text" else "features"
+        return {"masked-lm": "mlm", "tag": "tag", "replaced": "electra", "span": "answer"}.get(config.head, features)
     if config.architecture == "decoder":
         return "lm"
+    if config.architecture == "two-tower":
+        return "contrast"
     return "caption" if config.source != "text" else "translate"
 
 
 def attention_sizes(model: Model) -> dict[str, dict[str, int]]:
-    """The numbers of layers and heads of each kind of attention."""
+    """The number of layers and heads of each kind of attention."""
     return {
         kind: {"layers": len(modules), "heads": n_heads_of(modules[0])}
         for kind, modules in attention_modules(model).items()
@@ -113,13 +122,13 @@ def attention_sizes(model: Model) -> dict[str, dict[str, int]]:
 
 
 def open_models(paths: Sequence[str | Path], device: str = "auto") -> list[ServedModel]:
-    """Load models, each named after its directory; a second one of the same name gets the suffix -2."""
+    """Load models and name each after its directory; a second one of the same name gets the suffix -2."""
     import torch
 
     from ..io import load
 
     if device not in ("auto", "cpu", "cuda", "mps"):
-        raise UsageError(f"--device {device} is none of auto, cpu, cuda, mps")
+        raise UsageError(f"--device {device} is not one of auto, cpu, cuda, mps")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     return name_models([(str(path), load(path, device=device)) for path in paths])
 
@@ -130,14 +139,14 @@ def name_models(models: Sequence[tuple[str, Model]]) -> list[ServedModel]:
         name = name_of_run(path)
         candidates = (name, *(f"{name}-{n}" for n in range(2, len(models) + 1)))
         unique = next(candidate for candidate in candidates if candidate not in served)
-        served[unique] = ServedModel(unique, unique, model, partial(examples_of_run, path))
+        served[unique] = ServedModel(unique, unique, model, partial(examples_of_run, path), run_with_checkpoints(path))
     return list(served.values())
 
 
 def find_model(models: Sequence[ServedModel], model_id: str) -> ServedModel:
     by_id = {served.id: served for served in models}
     if model_id not in by_id:
-        raise RequestRefused(404, f"model {model_id[:100]!r} is not open here; there is {', '.join(by_id)}")
+        raise RequestRefused(404, f"model {model_id[:100]!r} is not served here; available: {', '.join(by_id)}")
     return by_id[model_id]
 
 
@@ -149,24 +158,24 @@ def open_look(served: ServedModel, body: LookRequest, sessions: SessionStore, li
     from ..lens import look
 
     check_inputs(served, body, limits)
-    what = decode_image(body.image, limits) if served.config.source == "image" else body.text
+    inputs = decode_image(body.image, limits) if served.config.source == "image" else body.text
     if body.generate is not None and not served.can_generate:
-        raise RequestRefused(422, f"model {served.id!r} writes no text, so there is nothing to generate")
+        raise RequestRefused(422, f"model {served.id!r} does not generate text")
     if body.generate is not None and body.target is not None:
-        raise RequestRefused(422, "target and generate are both given: a target is either told or written")
+        raise RequestRefused(422, "give either target or generate, not both")
     search = None if body.generate is None else search_fields(body.generate)
     sessions.evict_for(planned_bytes(served, body, search, limits))
     changes = partial(change_model, served, body.variant)
     with changes():
-        new_look = look(served.model, what, body.target, generate=search)
+        new_look = look(served.model, inputs, body.target, generate=search)
     return sessions.add(LookSession(shrink_image(new_look), served, changes))
 
 
-_LARGEST_SIDE = 640  # of the image that is kept to be shown
+_LARGEST_SIDE = 640  # pixels, of the image that the page shows
 
 
 def shrink_image(new_look: Look) -> Look:
-    """Keep no more of the image than is shown; the model has read it."""
+    """Shrink the look's image to the size that the page shows; the model has already read it."""
     if new_look.image is not None:
         new_look.image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
     return new_look
@@ -176,28 +185,28 @@ def check_inputs(served: ServedModel, body: LookRequest, limits: Limits) -> None
     """Refuse inputs that the model does not read, and texts that are too long, before they are tokenised."""
     reads_image = served.config.source == "image"
     if reads_image and body.image is None:
-        raise RequestRefused(422, f"model {served.id!r} reads an image; give one as base64 in the field image")
+        raise RequestRefused(422, f"model {served.id!r} reads an image: send one as base64 in the field image")
     if not reads_image and body.image is not None:
         raise RequestRefused(422, f"model {served.id!r} reads {served.config.source}, not an image")
     if body.target is not None and not served.has_source:
-        raise RequestRefused(422, f"model {served.id!r} has no target; its text is all it reads")
+        raise RequestRefused(422, f"model {served.id!r} reads a text only, no target")
     longest = max(served.config.max_len, served.config.max_target_len or 0, 16)
     most = min(limits.characters, longest * limits.characters_per_token)
     for name, text in (("text", body.text), ("target", body.target or "")):
         if len(text) > most:
-            allowed = f"for model {served.id!r} at most {most:,} are read"
+            allowed = f"model {served.id!r} reads at most {most:,}"
             raise RequestRefused(413, f"{name} has {len(text):,} characters; {allowed}")
     if not reads_image and not body.text:
         raise RequestRefused(422, "text is empty: there is nothing to look at")
 
 
 def search_fields(search: SearchRequest) -> dict[str, Any]:
-    """Fields of a ``GenerateConfig``; of a beam search all hypotheses, for the tree."""
+    """The fields of a ``GenerateConfig``; a beam search returns all hypotheses, for the tree."""
     return search.fields() | ({"n_best": search.beam} if search.beam > 1 else {})
 
 
 def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any] | None, limits: Limits) -> int:
-    """An upper bound of the memory of q and k of all layers, before the model runs."""
+    """An upper bound on the bytes of q and k of all layers, computed before the model runs."""
     config, codec = served.config, ModelTokenizers(served.model)
     if config.source == "image":
         n_source = (config.image_size // config.patch_size) ** 2
@@ -206,7 +215,7 @@ def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any]
     n_target = len(codec.target.encode(body.target)) if body.target else 0
     n_new = 0 if not served.can_generate else int((search or {}).get("max_new_tokens", 128))
     if (longest := max(n_source, n_target)) > limits.tokens:
-        raise RequestRefused(413, f"the text has {longest:,} tokens; at most {limits.tokens:,} are looked at")
+        raise RequestRefused(413, f"the text has {longest:,} tokens; the limit is {limits.tokens:,}")
     n_target_rows = min(n_target or n_new, config.max_target_len or config.max_len)
     if not served.has_source:
         n_source, n_target_rows = min(n_source + n_new * (search is not None), config.max_len), 0
@@ -223,7 +232,7 @@ def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any]
 
 @contextmanager
 def change_model(served: ServedModel, changes: ModelChanges | None) -> Iterator[None]:
-    """The model with the page's interventions."""
+    """Apply the page's interventions to the model within the block."""
     from ..lens import interventions
 
     changes = changes or ModelChanges()
@@ -238,7 +247,7 @@ def change_model(served: ServedModel, changes: ModelChanges | None) -> Iterator[
 
 
 def decode_image(encoded: str | None, limits: Limits) -> Image:
-    """The image of a base64 text or a data: URL, refused by its size before it is decoded."""
+    """Decode an image from base64 or a data: URL; one with too many pixels is refused before it is decompressed."""
     from PIL import Image, UnidentifiedImageError
 
     text = (encoded or "").strip()
@@ -257,7 +266,7 @@ def decode_image(encoded: str | None, limits: Limits) -> Image:
     except BadData as refused:
         raise RequestRefused(413, f"image has {refused}") from None
     except UnidentifiedImageError:
-        raise RequestRefused(422, f"image is none of {', '.join(_FORMATS)}") from None
+        raise RequestRefused(422, f"image is not one of {', '.join(_FORMATS)}") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as wrong:
         raise RequestRefused(422, f"image cannot be read: {' '.join(str(wrong).split())[:200]}") from None
     return image

@@ -1,4 +1,4 @@
-"""The explorer as an ASGI application, and the process that serves it until a signal comes."""
+"""The explorer as an ASGI application, and the process that serves it until a signal arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from ..errors import RegardError, UsageError
-from .requests import UNFORESEEN, App, Limits, RequestGuard, RequestRefused, is_local
+from .api_keys import ApiKeys
+from .requests import HAS_LONG_HEADERS, INTERNAL_ERROR, App, Limits, RequestGuard, RequestRefused, is_local
 
 if TYPE_CHECKING:
     from ..models import Model
@@ -29,22 +30,24 @@ def explorer(
     models: Sequence[ServedModel] | dict[str, Model],
     limits: Limits | None = None,
     host: str = "127.0.0.1",
-    api_key: str | None = None,
+    api_key: str | ApiKeys | None = None,
 ) -> App:
-    """The explorer of some open models as an ASGI application; with an ``api_key``, for those who have it."""
+    """The explorer over loaded models as an ASGI application; ``api_key``, if given, is required of every request."""
     from .served_models import name_models
 
     limits = limits or Limits()
     served = name_models(list(models.items())) if isinstance(models, dict) else list(models)
-    return RequestGuard(_application(served, limits), limits, host, api_key)
+    return RequestGuard(explorer_application(served, limits), limits, host, api_key)
 
 
-def _application(models: list[ServedModel], limits: Limits) -> Any:
+def explorer_application(models: list[ServedModel], limits: Limits) -> Any:
+    """The FastAPI application; ``app.state.explorer`` is its ``ExplorerState``."""
     from fastapi import FastAPI
-    from fastapi.responses import FileResponse
+    from fastapi.responses import FileResponse, HTMLResponse
     from fastapi.staticfiles import StaticFiles
 
     from .api import ExplorerState, router
+    from .chapter_pages import chapter_page, picture_file
 
     state = ExplorerState(models, limits)
 
@@ -54,7 +57,7 @@ def _application(models: list[ServedModel], limits: Limits) -> Any:
         yield
         state.workers.close()
 
-    # FastAPI's interactive documentation loads its scripts from elsewhere, so it is left out.
+    # FastAPI's interactive documentation is off: it loads scripts from other sites.
     app = FastAPI(title="regard", docs_url=None, redoc_url=None, openapi_url="/api/openapi.json", lifespan=lifespan)
     app.state.explorer = state
     app.include_router(router)
@@ -64,13 +67,21 @@ def _application(models: list[ServedModel], limits: Limits) -> Any:
         headers = {"Cache-Control": "no-cache"}
         return FileResponse(STATIC / "index.html", media_type="text/html; charset=utf-8", headers=headers)
 
+    async def picture(name: str) -> Any:
+        return FileResponse(picture_file(name))
+
+    async def chapter(language: str, number: int, theme: str = "light") -> Any:
+        return HTMLResponse(chapter_page(number, language, theme))
+
     app.get("/", include_in_schema=False)(page)
+    app.get("/learn/images/{name}", include_in_schema=False)(picture)
+    app.get("/learn/{language}/{number}", include_in_schema=False)(chapter)
     _add_error_handlers(app)
     return app
 
 
 def _add_error_handlers(app: Any) -> None:
-    """Every error becomes a status and {"error": "one sentence"}."""
+    """Turn every exception into a status and {"error": message}."""
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import JSONResponse, Response
     from starlette.exceptions import HTTPException  # the base class of FastAPI's
@@ -94,16 +105,18 @@ def _add_error_handlers(app: Any) -> None:
     app.add_exception_handler(HTTPException, handler(lambda error: (error.status_code, str(error.detail))))
     for kind in (ValueError, TypeError, RegardError):
         app.add_exception_handler(kind, handler(lambda error: (422, str(error) or type(error).__name__)))
-    app.add_exception_handler(Exception, handler(lambda error: (500, UNFORESEEN.format(type(error).__name__))))
+    app.add_exception_handler(Exception, handler(lambda error: (500, INTERNAL_ERROR.format(type(error).__name__))))
 
 
 def sentence_of(problem: dict[str, Any]) -> str:
-    """A validation error as a sentence, without the value that was sent: it may be long, or not JSON."""
+    """A validation error as one sentence. The value itself is left out: it may be long, or not JSON."""
     if problem.get("type") == "json_invalid":
         return "the body is not JSON"
+    if tuple(problem.get("loc", ())) == ("body",) and problem.get("type") in ("model_attributes_type", "missing"):
+        return "the body is not a JSON object sent with the header Content-Type: application/json"
     names = [str(part) for part in problem.get("loc", ()) if part not in ("body", "query", "path")]
     where = ".".join(names)[:100]
-    message = str(problem.get("msg", "is not understood")).removeprefix("Value error, ")
+    message = str(problem.get("msg", "is invalid")).removeprefix("Value error, ")
     return f"{where}: {message[:1].lower()}{message[1:]}" if where else message
 
 
@@ -115,22 +128,20 @@ def serve(
     device: str = "auto",
     open_browser: bool = False,
     limits: Limits | None = None,
-    api_key: str | None = None,
+    api_key: str | ApiKeys | None = None,
     needs_key: bool = True,
+    tls: tuple[Path, Path] | None = None,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> int:
-    """Load the models and serve them until a signal comes; returns the exit code of that signal.
+    """Load the models and serve them until a signal arrives; returns that signal's exit code.
 
-    Requests get a few seconds to finish; work that still runs then ends with the process. Where other machines reach
-    it, an ``api_key`` is needed, unless ``needs_key`` is False.
+    After the signal, requests get a few seconds to finish; then the process exits. If ``host`` is reachable from other
+    machines, an ``api_key`` is required unless ``needs_key`` is False. ``tls`` holds the certificate file and its key
+    file.
     """
-    if api_key is not None and len(api_key) < 8:
-        raise UsageError(f"--api-key of {len(api_key)} characters is too easy to guess; use at least 8")
-    if not is_local(host) and api_key is None and needs_key:
-        hint = "--api-key KEY (or REGARD_API_KEY) keeps out who does not know it; --no-api-key lets everyone in"
-        raise UsageError(f"--host {host} lets other machines in: {hint}")
+    check_key(host, api_key, needs_key)
     try:
-        import fastapi  # noqa: F401 - so that a missing library is one sentence
+        import fastapi  # noqa: F401 - imported here to report a missing library in one line
         import uvicorn
     except ImportError:
         raise RegardError("the explorer needs fastapi and uvicorn: pip install 'regard[serve]'") from None
@@ -138,49 +149,80 @@ def serve(
     from .served_models import open_models
 
     limits = limits or Limits()
-    listening = _listen(host, port)  # before the models are loaded: a port in use is reported at once
-    app = _application(open_models(paths, device), limits)
-    config = server_config(RequestGuard(app, limits, host, api_key), limits)
-    listening.listen()  # a browser that opens the URL at once waits instead of being refused
-    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # one that a browser can open
-    address = f"[{address}]" if ":" in address else address
-    url = f"http://{address}:{listening.getsockname()[1]}/"
-    say(f"regard: {url} (Ctrl-C ends it)")
+    listening = listen(host, port)  # before the models are loaded: a port in use is reported at once
+    app = explorer_application(open_models(paths, device), limits)
+    config = server_config(RequestGuard(app, limits, host, api_key), limits, tls=tls)
+    listening.listen()  # from now on a browser waits for the server instead of being refused
+    url = url_of(host, listening, tls)
+    say(f"regard: {url} (press Ctrl-C to stop)")
     if not is_local(host):
-        who = "everyone there" if api_key is None else "whoever knows the key"
-        say(f"regard: other machines reach it too, at {host}, and {who} may use it")
+        who = "anyone" if api_key is None else "anyone with the key"
+        say(f"regard: reachable from other machines ({host}): {who} can use it")
     if api_key is not None:
-        say("regard: a browser opens /?key=KEY; programs send the header Authorization: Bearer KEY")
-        url += f"?{urlencode({'key': api_key})}"
+        say("regard: open /?key=KEY in a browser; programs send the header Authorization: Bearer KEY")
+        url += f"?{urlencode({'key': api_key})}" if isinstance(api_key, str) else ""
     if open_browser:
         timer = threading.Timer(0.5, webbrowser.open, [url])
         timer.daemon = True
         timer.start()
-    code = _run_until_signal(uvicorn.Server(config), listening)
-    if app.state.explorer.workers.is_busy:  # a thread that computes cannot be stopped, and Python would wait for it
+    code = run_until_signal(uvicorn.Server(config), listening)
+    if app.state.explorer.workers.is_busy:  # a computing thread cannot be stopped, and Python would wait for it
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def server_config(app: App, limits: Limits) -> Any:
-    """uvicorn's settings: a connection must begin a request in time, and there are never more than can be opened."""
+def check_key(host: str, api_key: str | ApiKeys | None, needs_key: bool) -> None:
+    """Refuse a key that is too short, and a public host without a key unless ``needs_key`` is False."""
+    if isinstance(api_key, str) and len(api_key) < 8:
+        raise UsageError(f"--api-key of {len(api_key)} characters is too easy to guess; use at least 8")
+    if not is_local(host) and api_key is None and needs_key:
+        hint = "protect it with --api-key KEY (or REGARD_API_KEY), or let anyone in with --no-api-key"
+        raise UsageError(f"--host {host} lets other machines in: {hint}")
+
+
+def url_of(host: str, listening: socket.socket, tls: tuple[Path, Path] | None = None) -> str:
+    """The URL of a listening socket, in a form that a browser can open."""
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    address = f"[{address}]" if ":" in address else address
+    return f"http{'s' * (tls is not None)}://{address}:{listening.getsockname()[1]}/"
+
+
+def server_config(
+    app: App, limits: Limits, shutdown_seconds: int = _SHUTDOWN_SECONDS, tls: tuple[Path, Path] | None = None
+) -> Any:
+    """uvicorn's settings, with limits on idle connections, on header sizes and on the number of connections.
+
+    After a signal, requests get ``shutdown_seconds`` to finish.
+    """
     import uvicorn
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    backlog, most = _connection_limits()
+    backlog, max_connections = _connection_limits()
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]  # one of two classes
-        """A connection that is closed where the next request's first line and headers do not arrive in time.
+        """Closes a connection if the next request's first line and headers do not arrive in time.
 
-        uvicorn's own limit is for the time between two requests, and ends with the first byte.
+        uvicorn's own timeout covers the time between two requests and ends with the first byte. httptools has no limit
+        on the size of headers, so those past ours are dropped as they arrive.
         """
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._n_header_bytes = 0
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._n_header_bytes += len(name) + len(value)
+            if self._n_header_bytes <= limits.header_bytes:
+                super().on_header(name, value)
+            else:
+                self.scope[HAS_LONG_HEADERS] = True
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._wait_for_request(None)
-            if len(self.connections) > most:
+            if len(self.connections) > max_connections:
                 transport.abort()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -208,12 +250,13 @@ def server_config(app: App, limits: Limits) -> Any:
         access_log=False,
         server_header=False,
         ws="none",
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=shutdown_seconds,
+        **({} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}),
     )
 
 
 def _connection_limits() -> tuple[int, int]:
-    """Connections accepted at a time, and open at most: asyncio goes into a loop where it runs out of descriptors."""
+    """The accept backlog and the maximum number of connections: asyncio spins when file descriptors run out."""
     try:
         import resource
 
@@ -225,8 +268,8 @@ def _connection_limits() -> tuple[int, int]:
     return backlog, max(4, n_files - n_open - backlog - 8)
 
 
-def _run_until_signal(server: Any, listening: socket.socket) -> int:
-    """Run uvicorn; on a signal it shuts down in order and then raises the signal again, which is recorded here."""
+def run_until_signal(server: Any, listening: socket.socket) -> int:
+    """Run uvicorn until a signal arrives; returns 128 + its number. uvicorn re-raises the signal after shutdown."""
     signals: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.signal(number, lambda number, frame: signals.append(number)) for number in numbers]
@@ -238,7 +281,7 @@ def _run_until_signal(server: Any, listening: socket.socket) -> int:
     return 128 + signals[-1] if signals else 0
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -248,6 +291,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.close()
         why = error.strerror or str(error)
         if isinstance(error, socket.gaierror):
-            raise RegardError(f"--host {host} is no address of this machine: {why}") from None
-        raise RegardError(f"port {port} of {host} cannot be used: {why}; --port 0 takes any that is free") from None
+            raise RegardError(f"--host {host} is not an address of this machine: {why}") from None
+        raise RegardError(f"cannot listen on port {port} of {host}: {why}; --port 0 picks a free one") from None
     return listening

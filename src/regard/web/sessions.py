@@ -1,4 +1,4 @@
-"""The looks a server keeps, the least recently used dropped first, and the threads that work on them."""
+"""The looks that a server keeps, least recently used dropped first, and the threads that work on them."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ class LookSession:
 
     look: Look
     served: ServedModel
-    model_changes: Callable[[], AbstractContextManager[None]]  # the interventions of the look, for further runs
+    model_changes: Callable[[], AbstractContextManager[None]]  # the look's interventions, to run the model again
     look_bytes: int = 0
     id: str = field(default_factory=lambda: secrets.token_urlsafe(9))
     _results: dict[Any, Any] = field(default_factory=dict)
-    _locks: dict[Any, threading.Lock] = field(default_factory=dict)  # one for each result
+    _locks: dict[Any, threading.Lock] = field(default_factory=dict)  # one per result
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _result_bytes: int = 0
 
     @property
     def n_bytes(self) -> int:
-        """Of the look and of the results about it."""
+        """The bytes of the look and of its cached results."""
         return self.look_bytes + self._result_bytes
 
     @property
     def search(self) -> Generated | None:
-        """The beam search that generated the text, if one did."""
+        """The beam search that generated the text; None if there was none."""
         generated = self.look.generated
         return None if generated is None or generated.steps is None else generated
 
     def cache(self, key: Any, work: Callable[[], Result]) -> Result:
-        """The result of ``work``, computed only once; a second thread that needs it meanwhile waits.
+        """The result of ``work``, computed once; another thread that needs it meanwhile waits.
 
-        Where results together become too large, all are forgotten: they can be computed again.
+        When the results together grow too large, all are dropped: they can be computed again.
         """
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
@@ -70,12 +70,12 @@ class LookSession:
         return result
 
 
-_MAX_RESULTS, _MAX_RESULT_BYTES = 1000, 16_000_000  # of one look
-_LABEL_BYTES = 400  # of a row or a column
+_MAX_RESULTS, _MAX_RESULT_BYTES = 1000, 16_000_000  # per look
+_LABEL_BYTES = 400  # memory of the label of a row or column
 
 
 def _size_of(result: object) -> int:
-    """Bytes of a tensor or a file, or of the labels of a view; other results are small."""
+    """The bytes of a tensor, of a file, or of a view's labels; other results are small and count as 0."""
     if isinstance(result, Tensor):
         return result.nbytes
     labels = len(getattr(result, "rows", ())) + len(getattr(result, "cols", ()))
@@ -83,7 +83,7 @@ def _size_of(result: object) -> int:
 
 
 class SessionStore:
-    """Looks by id, in the order of their last use."""
+    """Looks by id, least recently used first."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -100,9 +100,9 @@ class SessionStore:
     def get(self, look_id: str) -> LookSession:
         with self._lock:
             if look_id not in self._sessions:
-                raise RequestRefused(404, f"there is no look {look_id[:40]!r}, or it is no longer kept: open it again")
+                raise RequestRefused(404, f"look {look_id[:40]!r} does not exist or was dropped: open it again")
             self._sessions.move_to_end(look_id)
-            while len(self._sessions) > 1 and self.n_bytes > self._limits.kept_bytes:  # by results about them
+            while len(self._sessions) > 1 and self.n_bytes > self._limits.kept_bytes:  # cached results have grown
                 self._sessions.popitem(last=False)
             return self._sessions[look_id]
 
@@ -110,7 +110,7 @@ class SessionStore:
         """Drop old looks before a new one of this size is computed, so that memory never holds both."""
         if n_bytes > self._limits.kept_bytes:
             needed, most = f"{n_bytes / 1e6:,.0f} MB", f"{self._limits.kept_bytes / 1e6:,.0f} MB"
-            raise RequestRefused(413, f"q and k of this text take {needed}, and the server keeps {most} at most")
+            raise RequestRefused(413, f"q and k of this text take {needed}; the server keeps at most {most}")
         with self._lock:
             while self._sessions and (
                 self.n_bytes + n_bytes > self._limits.kept_bytes or len(self._sessions) >= self._limits.kept_looks
@@ -131,7 +131,7 @@ class SessionStore:
 
 
 def _tensors(look: Look) -> Iterator[Tensor]:
-    """A look's inputs, maps and states; some share their memory."""
+    """The inputs, maps and states of a look; some share storage."""
     yield from look.inputs
     for kind in look.kinds:
         for layer in range(look.layers(kind=kind)):
@@ -146,7 +146,7 @@ _END = object()
 
 
 class WorkerPools:
-    """One thread that runs models and some that read maps, each with a queue and a time limit."""
+    """One thread that runs models and several that read maps, each kind with a queue and a time limit."""
 
     def __init__(self, limits: Limits, readers: int = 4) -> None:
         self._limits, self._readers = limits, readers
@@ -155,7 +155,7 @@ class WorkerPools:
         self.open()
 
     def open(self) -> None:
-        """Accept work, also after ``close``; threads start when there is some."""
+        """Accept work, also after ``close``; threads start with the first work."""
         self._models = ThreadPoolExecutor(1, "regard-model")
         self._maps = ThreadPoolExecutor(self._readers, "regard-map")
         self.stopping.clear()
@@ -165,11 +165,11 @@ class WorkerPools:
         return self._n_waiting > 0
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Work that runs a model."""
+        """Do work that runs a model."""
         return await self._submit(self._models, work, self._limits.model_seconds)
 
     async def read(self, work: Callable[[], Result]) -> Result:
-        """Work that reads a map."""
+        """Do work that only reads maps."""
         return await self._submit(self._maps, work, self._limits.request_seconds)
 
     async def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], Result], seconds: float) -> Result:
@@ -183,16 +183,16 @@ class WorkerPools:
         running = pool.submit(run)
         running.add_done_callback(self._count_out)
         try:
-            # Work in the queue is cancelled; what computes asks from time to time whether it was abandoned.
+            # A timeout cancels queued work; running work polls ``abandoned`` through ``cancel_with``.
             return await asyncio.wait_for(asyncio.wrap_future(running), seconds)
         except TimeoutError:
-            hint = "ask for less, or look at a shorter text"
+            hint = "request less, or use a shorter text"
             raise RequestRefused(422, f"this takes longer than {seconds:g} s; {hint}") from None
         finally:
             abandoned.set()
 
     async def stream(self, make: Callable[[], Iterator[Result]]) -> AsyncGenerator[Result, None]:
-        """The items of an iterator that runs a model, as they come; it stops when the client is gone."""
+        """Yield the items of an iterator that runs a model, as they come; it stops when the client disconnects."""
         self._count_in()
         loop, items = asyncio.get_running_loop(), asyncio.Queue[object]()
         abandoned = threading.Event()
@@ -209,7 +209,7 @@ class WorkerPools:
                         if abandoned.is_set() or self.stopping.is_set():
                             break
                 put(_END)
-            except BaseException as failure:  # a panic in Rust is no Exception, and the client waits for an end
+            except BaseException as failure:  # a panic in Rust derives from BaseException; the client waits for an end
                 put(failure if isinstance(failure, Exception) else RuntimeError(str(failure)))
 
         running = self._models.submit(work)
@@ -228,10 +228,10 @@ class WorkerPools:
 
     def _count_in(self) -> None:
         if self.stopping.is_set():
-            raise RequestRefused(503, "the server is about to end")
+            raise RequestRefused(503, "the server is shutting down")
         with self._count_lock:
             if self._n_waiting >= self._limits.waiting:
-                raise RequestRefused(429, f"{self._n_waiting} requests are waiting already; ask again in a moment")
+                raise RequestRefused(429, f"{self._n_waiting} requests are already waiting; try again in a moment")
             self._n_waiting += 1
 
     def _count_out(self, _: object) -> None:
@@ -239,7 +239,7 @@ class WorkerPools:
             self._n_waiting -= 1
 
     def close(self) -> None:
-        """Refuse new work and cancel the queues; running work continues."""
+        """Refuse new work and cancel queued work; running work continues."""
         self.stopping.set()
         for pool in (self._models, self._maps):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""A generated text sent token by token, with the cross-attention of each, and at its end the look at all of it."""
+"""Streams a generated text token by token, each with its cross-attention, and finally the look at the whole text."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from .sessions import LookSession, SessionStore
 def stream_text(
     served: ServedModel, body: StreamRequest, sessions: SessionStore, limits: Limits
 ) -> Iterator[dict[str, Any]]:
-    """{"token", "text"} for each token, then {"look": id} with the look's description.
+    """Yield {"token", "text"} for each token, then {"look": id} with the look's description.
 
-    Where a layer is watched, the labels of the "source" come first, and each token, also the end of the text, has its
-    "label" and the "weights" of its cross-attention. Everything is checked before the first token.
+    If a layer is watched, the labels of the "source" come first, and each token, including the end token, has its
+    "label" and the "weights" of its cross-attention. The request is checked before the first token.
     """
     if not served.can_generate:
-        raise RequestRefused(422, f"model {served.id!r} writes no text")
+        raise RequestRefused(422, f"model {served.id!r} does not generate text")
     if body.generate.beam > 1:
-        raise RequestRefused(422, f"beam={body.generate.beam} has no text before all is done; a stream needs beam=1")
+        raise RequestRefused(422, f"beam={body.generate.beam} cannot be streamed: a stream needs beam=1")
     request = LookRequest(model=body.model, text=body.text, image=body.image, generate=body.generate)
     check_inputs(served, request, limits)
     watch = None if body.watch is None else CrossAttentionWatch(served, body.watch, limits)
@@ -51,7 +51,7 @@ class CrossAttentionWatch:
     """The cross-attention of one layer, recorded one decode step at a time."""
 
     def __init__(self, served: ServedModel, watch: WatchRequest, limits: Limits) -> None:
-        self._max_cols, self._weights_left = limits.tile, limits.response_bytes // 12  # letters of a weight
+        self._max_cols, self._weights_left = limits.tile, limits.response_bytes // 12  # characters per weight
         modules = attention_modules(served.model).get("cross", [])
         if not modules:
             raise RequestRefused(422, f"model {served.id!r} has no cross-attention to watch")
@@ -60,13 +60,14 @@ class CrossAttentionWatch:
             if index >= total:
                 raise RequestRefused(422, f"watch.{name}={index}: cross attention has {total} {name}s, 0 … {total - 1}")
         self._module, self._head = nn.ModuleList([modules[watch.layer]]), watch.head
-        self._call = sum(module is modules[watch.layer] for module in modules[: watch.layer])  # layers may share one
+        # Layers may share one module; then a decode step records it once per layer.
+        self._call = sum(module is modules[watch.layer] for module in modules[: watch.layer])
         self._labels = GrowingLabels(served)
         self.new_tokens: list[int] = []
         self.rows: list[Tensor] = []
 
     def tokens(self, start: Callable[[], Iterator[int]]) -> Iterator[int]:
-        """The tokens of the iterator that ``start`` returns; their rows are collected."""
+        """Yield the tokens of the iterator that ``start`` returns, and append their attention rows to ``rows``."""
         tokens: Iterator[int] | None = None
         while True:
             with record_attention(self._module, 1) as recorder:
@@ -80,7 +81,7 @@ class CrossAttentionWatch:
             yield token
 
     def line(self, n: int) -> dict[str, Any]:
-        """The label of a token, and its row of weights while the response is not too long."""
+        """The label of a token, and its row of weights as long as the response has room for it."""
         label = self._labels.update(self.new_tokens)[n]
         row = self.rows[n][: self._max_cols].tolist()
         self._weights_left -= len(row)
@@ -89,23 +90,23 @@ class CrossAttentionWatch:
 
 
 class GrowingLabels:
-    """Labels of a growing text, of which only the last character can still change: those before it are kept.
+    """Labels of a growing text. Only those of its last character can still change; the others are kept.
 
-    Each update reads again from the last whole character, since a tokenizer decodes the first token of a text
-    differently. Only ``text`` and ``special`` of the labels are valid: positions count from where reading began.
+    Each update starts reading at the last whole character, because a tokenizer decodes the first token of a text
+    differently. Only ``text`` and ``special`` of the labels are valid: positions count from where reading started.
     """
 
     def __init__(self, served: ServedModel) -> None:
         self._tokenizer, self._config = served.target_tokenizer, served.config
         self._labels: list[Label] = []
-        self._start = self._n_known = 0  # where reading begins, and tokens there whose labels are known
+        self._start = self._n_known = 0  # first token to read, and number of tokens from there with known labels
 
     def update(self, tokens: Sequence[int]) -> list[Label]:
-        """The labels of all tokens; ``tokens`` are those of the last call and any that came since."""
+        """The labels of all ``tokens``: those of the last call, followed by any new ones."""
         if len(tokens) > len(self._labels):
             labels = token_labels(tokens[self._start :], self._tokenizer, self._config)
             self._labels[self._start + self._n_known :] = labels[self._n_known :]
-            # Reading starts next time at the last whole character with text.
+            # The next update starts at the last whole character that has text.
             before = [label for label in labels[: labels[-1].whole[0]] if label.end > label.start]
             if before:
                 first, last = before[-1].whole
@@ -138,18 +139,18 @@ def _stream(
             new += [] if token is None else [token]
             line = {"token": token, "text": text}
             yield line if watch is None or token is None else line | watch.line(len(new) - 1)
-        if watch is not None and len(watch.new_tokens) > len(new):  # the row of the end token
+        if watch is not None and len(watch.new_tokens) > len(new):  # the end token
             yield {"token": watch.new_tokens[-1], "text": "", **watch.line(-1)}
         if tokenizers.continues_prompt:
             new_look = look(model, [*(rows or ()), *new])
-        else:  # an empty target is shown as its start token
+        else:  # an empty target is shown by its start token
             new_look = look(model, image if rows is None else body.text, new or [served.config.bos_id])
     session = sessions.add(LookSession(shrink_image(new_look), served, changes))
     yield {"look": session.id, **look_document(session)}
 
 
 def _tokens_with_text(tokens: Iterator[int], eos_id: int | None, decode: Decode) -> Iterator[tuple[int | None, str]]:
-    """Each token with the text that it completes, empty where a character needs more tokens."""
+    """Yield each token with the text that it completes, empty if a character needs more tokens."""
     pending: list[int] = []
 
     def content() -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""The KV cache as an argument: growing, preallocated, ring, cross-attention, and the set of a whole model."""
+"""KV caches: growing, preallocated, ring, cross-attention, and the caches of a whole model."""
 
 from .kv_cache import Cache, CrossCache, GrowingCache, ModelCache
 from .static_cache import RingCache, StaticCache

@@ -1,11 +1,11 @@
-"""Key/value caches: the interface of all of them, the growing cache, the cross-attention cache, and a model's set.
+"""Key/value caches: the common interface, the growing cache, the cross-attention cache, and the caches of a model.
 
-One cache for each attention layer. A layer that is given one calls
+Each attention layer has its own cache, and uses it as follows:
 
     k_all, v_all = cache.update(k, v)                      # store the new tokens' keys, return all visible ones
-    attend(q, k_all, v_all, frame=cache.frame(n_heads))    # the new tokens' queries over them
+    attend(q, k_all, v_all, frame=cache.frame(n_heads))    # the new tokens' queries attend to them
 
-Keys may lie in any slot, slots may be empty (position -1), and rows of a batch may differ in length. Keys are stored
+Keys may be in any slot, slots may be empty (position -1), and rows of a batch may differ in length. Keys are stored
 after RoPE. Tensors returned by ``update`` and ``frame`` may be views of the cache, valid until the next update.
 """
 
@@ -22,7 +22,7 @@ from ..frame import HEADS_SHAPE, Frame
 
 
 class CacheView(NamedTuple):
-    """Positions of the last update's tokens as queries, and of the keys it returned."""
+    """Positions of the tokens of the last update, as queries, and of the keys it returned."""
 
     n_batch: int
     q_pos: Tensor  # (1 or B, T)
@@ -32,14 +32,14 @@ class CacheView(NamedTuple):
 
 
 class CacheVersion:
-    """Identity of a cache's content, replaced by reorder, truncate and reset; not a number, to avoid recompilation."""
+    """Identity of a cache's content, replaced by reorder, truncate and reset; an int would cause recompilation."""
 
 
 class Cache:
-    """Base of all caches.
+    """Base class of all caches.
 
-    ``positions`` (T,) or (B, T) continue those of the same row without gap, as they do by default; -1 marks padding,
-    which is neither stored nor seen.
+    The ``positions`` (T,) or (B, T) of new tokens must continue those of the same row without gaps, as the defaults do;
+    -1 marks padding, which is neither stored nor visible.
     """
 
     _view: CacheView | None = None
@@ -50,9 +50,9 @@ class Cache:
         raise NotImplementedError
 
     def frame(self, n_heads: int, n_queries: int | None = None) -> Frame:
-        """The frame of the last update's (last n) tokens as queries over the keys it returned."""
+        """The frame of the tokens of the last update (or the last n of them) as queries over the keys it returned."""
         if self._view is None:
-            raise ValueError("frame() places the tokens of the last update, so update(k, v) has to come first")
+            raise ValueError("frame() describes the last update; call update(k, v) first")
         n_batch, q_pos, k_pos, steady, limit = self._view
         n_new = q_pos.shape[-1]
         skipped = 0 if n_queries is None else n_new - n_queries
@@ -65,16 +65,16 @@ class Cache:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens seen, (1,) or (B,), on the cache's device."""
+        """The number of tokens so far, (1,) or (B,), on the cache's device."""
         raise NotImplementedError
 
     @property
     def length(self) -> int:
-        """Tokens seen in the longest row."""
+        """The number of tokens so far in the longest row."""
         return int(self.lengths.max())
 
     def next_positions(self, n_tokens: int, device: torch.device | str | None = None) -> Tensor:
-        """Positions of the next n tokens, (T,) or (B, T), for RoPE and learned positions before the update."""
+        """Positions of the next n tokens, (T,) or (B, T); RoPE and learned positions need them before the update."""
         lengths = self.lengths if device is None else self.lengths.to(device)
         return squeeze_rows(lengths[:, None] + torch.arange(n_tokens, device=lengths.device))
 
@@ -86,25 +86,25 @@ class Cache:
         raise NotImplementedError
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b continues from what was row beam_index[b] (beam search)."""
+        """Replace row b by row beam_index[b] (beam search)."""
         raise NotImplementedError
 
     def truncate(self, length: int | Tensor) -> None:
-        """Drop the tokens from position ``length`` on, an int or (B,) (rejected drafts of speculative decoding)."""
+        """Drop the tokens from position ``length`` on, an int or (B,) (rejected drafts in speculative decoding)."""
         raise NotImplementedError
 
     def check_truncate(self, length: int | Tensor) -> None:
-        """Raise where ``truncate`` is impossible; the values of a tensor are not checked."""
+        """Raise if ``truncate`` is impossible; the values of a tensor are not checked."""
         if not isinstance(length, Tensor):
             check_not_negative(length=length)
 
     def memory(self) -> int:
-        """Bytes held."""
+        """The size of the cache in bytes."""
         raise NotImplementedError
 
 
 class TensorCache(Cache):
-    """Base of the caches that hold plain tensors, None while they are empty."""
+    """Base class of the caches that hold plain tensors, None while they are empty."""
 
     def __init__(self) -> None:
         self.reset()
@@ -112,7 +112,7 @@ class TensorCache(Cache):
     def reset(self) -> None:
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-        self._pos: Tensor | None = None  # (1 or B, S) once positions were given; else 0 … S-1
+        self._pos: Tensor | None = None  # (1 or B, S) once positions have been given; None means 0 … S - 1
         self._view, self.version = None, CacheVersion()
 
     @property
@@ -135,7 +135,7 @@ class TensorCache(Cache):
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """All keys and values (B, G, S, D)."""
         if self._k is None or self._v is None:
-            raise ValueError(f"an empty {type(self).__name__} has no keys: update(k, v) has to come first")
+            raise ValueError(f"an empty {type(self).__name__} has no keys; call update(k, v) first")
         return self._k, self._v
 
     def keys(self) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class TensorCache(Cache):
         return k, squeeze_rows(self._position_rows(k.device))
 
     def reorder(self, beam_index: Tensor) -> None:
-        """Row b continues from row beam_index[b]; a longer index makes the batch grow."""
+        """Replace row b by row beam_index[b]; a longer index enlarges the batch."""
         if self._k is None or self._v is None:
             return
         self._k, self._v = self._k.index_select(0, beam_index), self._v.index_select(0, beam_index)
@@ -156,7 +156,7 @@ class TensorCache(Cache):
 
 
 class GrowingCache(TensorCache):
-    """Concatenates; gradients flow through the stored keys and values."""
+    """Appends new keys and values by concatenation; gradients flow through all of them."""
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         check_new_keys(k, v, self._k, self._v)
@@ -184,7 +184,7 @@ class GrowingCache(TensorCache):
             self._k, self._v = self._k[:, :, :length], self._v[:, :, :length]
         else:
             pos = drop_positions_from(self._position_rows(self._k.device), length)
-            used = (pos >= 0).any(0)  # columns that some row still has
+            used = (pos >= 0).any(0)  # columns that at least one row still uses
             self._pos = pos[:, used]
             self._k, self._v = self._k[:, :, used], self._v[:, :, used]
         if self._n_held == 0:
@@ -192,9 +192,9 @@ class GrowingCache(TensorCache):
 
 
 class CrossCache(TensorCache):
-    """Keys and values of an encoder's output: the first update stores them, later ones return them.
+    """Keys and values of an encoder's output: the first update stores them, later updates return them.
 
-    Positions may mark padding with -1. ``truncate`` changes nothing.
+    Position -1 marks padding. ``truncate`` changes nothing.
     """
 
     @property
@@ -227,7 +227,7 @@ class ModelCache:
     def __init__(self, layers: Iterable[Cache], cross: Iterable[CrossCache] = ()) -> None:
         self.layers, self.cross = tuple(layers), tuple(cross)
         if not self.layers:
-            raise ValueError("layers=() is empty; a model's cache holds one cache for each layer")
+            raise ValueError("layers=() is empty; a model needs one cache per layer")
         if self.cross and len(self.cross) != len(self.layers):
             raise ValueError(f"cross has {len(self.cross)} caches but layers has {len(self.layers)}")
 
@@ -260,7 +260,7 @@ class ModelCache:
             cache.reorder(beam_index)
 
     def truncate(self, length: int | Tensor) -> None:
-        for cache in self.layers:  # all or none
+        for cache in self.layers:  # check all before changing any
             cache.check_truncate(length)
         for cache in self.layers:
             cache.truncate(length)
@@ -276,9 +276,9 @@ def check_new_keys(k: Tensor, v: Tensor, held_k: Tensor | None = None, held_v: T
             raise ValueError(f"{name} must have 4 dimensions {HEADS_SHAPE}, got shape {tuple(x.shape)}")
         if held is None:
             continue
-        for what, axis in (("batch size", 0), ("heads", 1), ("head width", 3)):
+        for label, axis in (("batch size", 0), ("heads", 1), ("head width", 3)):
             if x.shape[axis] != held.shape[axis]:
-                raise ValueError(f"{name} has {what} {x.shape[axis]}, but the cache holds {what} {held.shape[axis]}")
+                raise ValueError(f"{name} has {label} {x.shape[axis]}, but the cache has {label} {held.shape[axis]}")
         if x.dtype != held.dtype:
             raise TypeError(f"{name} is {x.dtype}, but the cache holds {held.dtype}")
         if x.device != held.device:
@@ -286,7 +286,7 @@ def check_new_keys(k: Tensor, v: Tensor, held_k: Tensor | None = None, held_v: T
     if k.shape[:3] != v.shape[:3]:
         raise ValueError(f"k has (batch, heads, length) {tuple(k.shape[:3])} but v has {tuple(v.shape[:3])}")
     if k.shape[2] == 0:
-        raise ValueError(f"k has length 0 in shape {tuple(k.shape)}; there is nothing to keep")
+        raise ValueError(f"k is empty: length is 0 in shape {tuple(k.shape)}")
 
 
 def position_rows(positions: Tensor, k: Tensor) -> Tensor:
@@ -294,13 +294,13 @@ def position_rows(positions: Tensor, k: Tensor) -> Tensor:
     batch, _, length, _ = k.shape
     if positions.is_floating_point() or positions.shape not in ((length,), (batch, length)):
         got = f"{positions.dtype} of shape {tuple(positions.shape)}"
-        raise ValueError(f"positions must be whole numbers of shape ({length},) or ({batch}, {length}), got {got}")
+        raise ValueError(f"positions must be integers of shape ({length},) or ({batch}, {length}), got {got}")
     positions = positions.to(device=k.device, dtype=torch.int64)
     return positions[None] if positions.dim() == 1 else positions
 
 
 def squeeze_rows(rows: Tensor) -> Tensor:
-    """(1, S) → (S,), which keeps masks and biases small; (B, S) stays."""
+    """(1, S) → (S,), which keeps masks and biases small; (B, S) is unchanged."""
     return rows[0] if rows.shape[0] == 1 else rows
 
 

@@ -1,7 +1,7 @@
-"""Preallocated caches: ``StaticCache`` holds a whole text, ``RingCache`` a sliding window.
+"""Preallocated caches: ``StaticCache`` holds a whole sequence, ``RingCache`` a sliding window.
 
-Both write in place, and no Python number changes from step to step, so that a compiled or captured decoding step is
-compiled once.
+Both write in place, and no Python number changes from step to step, so that a decode step is compiled or captured only
+once.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 from ...foundation.checks import check_not_negative, check_positive
 from .kv_cache import Cache, CacheVersion, CacheView, check_new_keys, drop_positions_from, position_rows, squeeze_rows
 
-CacheDtype = Literal["model", "bf16", "int8"]  # how keys and values are stored
+CacheDtype = Literal["model", "bf16", "int8"]  # number format of the stored keys and values
 Device = torch.device | str | None
 
 
 class Slots:
-    """n slots with a position each (-1: empty) for one or more tensors (B, G, n, D).
+    """n slots, each with a position (-1 if empty), for one or more tensors (B, G, n, D).
 
-    Padding is written to one extra slot that is never read, so that no write depends on data. int8 stores x ≈ s · q
-    with one scale s = max |x| / 127 per vector.
+    Padding is written to an extra slot that is never read, so that control flow does not depend on data. int8 stores
+    x ≈ s · q with one scale s = max |x| / 127 per vector.
     """
 
     def __init__(self, n_tensors: int, n_slots: int, like: Tensor, cache_dtype: CacheDtype) -> None:
-        """``like`` (B, G, 0, D) has the sizes, dtype and device of the tensors."""
+        """``like`` (B, G, 0, D) defines the sizes, dtype and device of the tensors."""
         self.n_slots, self.like, self.cache_dtype = n_slots, like, cache_dtype
         stored = {"model": like.dtype, "bf16": torch.bfloat16, "int8": torch.int8}[cache_dtype]
         batch, n_kv_heads, _, d_head = like.shape
@@ -61,7 +61,7 @@ class Slots:
         return held
 
     def slots_of(self, positions: Tensor) -> Tensor:
-        """The slot of each position: p; n for padding; n + 1, which is out of range, past the end."""
+        """The slot of each position p: p itself, n for padding, and n + 1 (out of range) past the end."""
         n = self.n_slots
         return torch.where(positions < 0, n, torch.where(positions < n, positions, n + 1))
 
@@ -69,50 +69,51 @@ class Slots:
         return self.pos[:, : self.n_slots]
 
     def reorder(self, beam_index: Tensor) -> None:
-        # In place: a captured graph knows these tensors by address.
+        # In place, because a captured graph refers to these tensors by address.
         for x in self.data if self.pos.shape[0] == 1 else [*self.data, self.pos]:
             x.copy_(x.index_select(0, beam_index))
 
     def reset(self) -> None:
         for x in self.data:
-            x.zero_()  # a leftover infinity times weight 0 would be NaN
+            x.zero_()  # a stale infinity times weight 0 would be NaN
         self.pos = self.pos[:1].fill_(-1)
 
 
 class SlotCache(Cache):
-    """Base of preallocated caches; token counts are a tensor updated in place."""
+    """Base class of the preallocated caches; token counts are a tensor that is updated in place."""
 
     def __init__(self, slots: Slots, archive: Slots | None = None, capacity: tuple[str, int] | None = None) -> None:
         self._slots, self._archive = slots, archive
         self._all_slots = [slots] if archive is None else [slots, archive]
-        self._capacity = capacity  # (name, number of positions); None: unlimited
+        self._capacity = capacity  # (argument name, number of positions); None if unlimited
         self._batch = slots.like.shape[0]
         self._lengths = torch.zeros(1, dtype=torch.int64, device=slots.pos.device)
         self._empty = True
-        self._count: int | None = 0  # length of the longest row, None where only the device knows
+        self._count: int | None = 0  # length of the longest row; None if it is known on the device only
         self.version = CacheVersion()
 
     def _add_tokens(self, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
         """Check and count new tokens; return their positions (1 or B, T)."""
         check_new_keys(k, v, self._slots.like, self._slots.like)
-        given = None if positions is None else position_rows(positions, k)
-        self._check_capacity(k.shape[2], given)
-        rows = self._lengths[:, None] + torch.arange(k.shape[2], device=k.device) if given is None else given
+        rows = None if positions is None else position_rows(positions, k)
+        self._check_capacity(k.shape[2], rows)
+        if rows is None:
+            rows = self._lengths[:, None] + torch.arange(k.shape[2], device=k.device)
         if rows.shape[0] > self._lengths.shape[0]:
             self._split_rows()
         rows = rows.expand(self._lengths.shape[0], -1)
         self._lengths.copy_(torch.maximum(self._lengths, rows.amax(-1) + 1))
         return rows
 
-    def _check_capacity(self, n_new: int, given: Tensor | None) -> None:
-        if torch.compiler.is_compiling():  # there the out-of-range index raises
+    def _check_capacity(self, n_new: int, positions: Tensor | None) -> None:
+        if torch.compiler.is_compiling():  # a compiled step raises on the out-of-range slot instead
             self._count = None
             return
         before = self.length if self._count is None else self._count
-        after = before + n_new if given is None else max(before, int(given.max()) + 1)
+        after = before + n_new if positions is None else max(before, int(positions.max()) + 1)
         if self._capacity is not None and after > self._capacity[1]:
             name, capacity = self._capacity
-            raise ValueError(f"{n_new} new tokens would make {after}, but this cache has {name}={capacity}")
+            raise ValueError(f"{n_new} new tokens would make {after} in total, but the cache has {name}={capacity}")
         self._count = after
 
     def _split_rows(self) -> None:
@@ -130,7 +131,7 @@ class SlotCache(Cache):
         return k, v
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """All keys in slot order; with an archive those of the whole text."""
+        """All keys in slot order; with an archive, those of the whole sequence."""
         slots = self._all_slots[-1]
         return slots.read()[0], squeeze_rows(slots.positions())
 
@@ -165,9 +166,9 @@ class SlotCache(Cache):
 
 
 class StaticCache(SlotCache):
-    """Preallocated for ``max_len`` tokens, position p in slot p; for torch.compile and captured graphs.
+    """Preallocated for ``max_len`` tokens, with position p in slot p; for torch.compile and CUDA graphs.
 
-    All updates return max_len keys, except the first of an empty cache (the prompt), which returns the new keys only.
+    The first update of an empty cache (the prompt) returns only the new keys; every later update returns max_len keys.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class StaticCache(SlotCache):
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if requires_gradient(k, v):
             hint = "decode under torch.no_grad() or use GrowingCache()"
-            raise ValueError(f"k or v requires a gradient, which StaticCache, written in place, cannot carry; {hint}")
+            raise ValueError(f"k or v requires a gradient, but StaticCache is written in place; {hint}")
         new = self._add_tokens(k, v, positions)
         self._slots.write(self._slots.slots_of(new), new, k, v)
         if self._empty:
@@ -200,11 +201,11 @@ class StaticCache(SlotCache):
 
 
 class RingCache(SlotCache):
-    """The ``window`` newest keys for windowed masks: position p in slot p mod window, O(window) memory.
+    """The ``window`` newest keys, for windowed masks: position p is in slot p mod window, O(window) memory.
 
-    New tokens carry gradients, stored ones do not, as in Transformer-XL (Dai et al. 2019, §3.2). ``spare`` extra slots
-    let ``truncate`` take back spare + 1 tokens. ``keep_keys`` archives the keys (not the values) of that many
-    positions, so that attention maps include evicted keys.
+    Gradients flow through new tokens but not through stored ones, as in Transformer-XL (Dai et al. 2019, §3.2).
+    ``spare`` extra slots let ``truncate`` remove up to spare + 1 tokens. ``keep_keys`` archives the keys (not the
+    values) of that many positions, so that attention maps include evicted keys.
     """
 
     def __init__(
@@ -226,13 +227,13 @@ class RingCache(SlotCache):
         capacity = ("keep_keys", keep_keys) if keep_keys else None
         super().__init__(Slots(2, window + spare, like, cache_dtype), archive, capacity)
         self.window, self.spare = window, spare
-        self._has_gaps = False  # whether empty slots may lie between filled ones
+        self._has_gaps = False  # whether there may be empty slots between filled ones
 
     def update(self, k: Tensor, v: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         new = self._add_tokens(k, v, positions)
         self._has_gaps = self._has_gaps or positions is not None
         n_batch, _, n_new, _ = k.shape
-        # The largest distance of a query from a slot; unknown where empty slots (-1) lie between filled ones.
+        # An upper bound of the distance between query and slot; unknown if empty slots (-1) are between filled ones.
         limit = None if self._has_gaps else self._slots.n_slots + n_new
         if self._empty:
             self._empty = False
@@ -243,7 +244,7 @@ class RingCache(SlotCache):
             self._store(new, k, v)
             self._view = CacheView(n_batch, new, self._slots.positions(), None, limit)
             return self._read()
-        # Joined before anything is overwritten: the first new token still sees the oldest key.
+        # Concatenate before writing, since the first new token still attends to the oldest key.
         k_all, v_all = (torch.cat([old, x], dim=2) for old, x in zip(self._read(), (k, v), strict=True))
         self._view = CacheView(n_batch, new, torch.cat([self._slots.positions(), new], dim=1), None, limit)
         self._store(new, k, v)
@@ -251,7 +252,7 @@ class RingCache(SlotCache):
 
     def _store(self, new: Tensor, k: Tensor, v: Tensor) -> None:
         n_slots = self._slots.n_slots
-        stays = (new >= 0) & (new > new.amax(-1, keepdim=True) - n_slots)  # the end of a long prompt
+        stays = (new >= 0) & (new > new.amax(-1, keepdim=True) - n_slots)  # of a long prompt, only the end
         self._slots.write(torch.where(stays, new % n_slots, n_slots), new, k, v)
         if self._archive is not None:
             self._archive.write(self._archive.slots_of(new), new, k)
@@ -265,7 +266,7 @@ class RingCache(SlotCache):
         self._has_gaps = True
 
     def check_truncate(self, length: int | Tensor) -> None:
-        """Raise where keys of the next token's window were overwritten by the tokens taken back."""
+        """Raise if the tokens to remove have overwritten keys of the next token's window."""
         super().check_truncate(length)
         if torch.compiler.is_compiling():
             return
@@ -274,9 +275,9 @@ class RingCache(SlotCache):
         pos = self._slots.positions()
         n_held = ((pos >= first[:, None]) & (pos < last[:, None])).sum(-1)
         if (n_held < last - first).any():
-            back = int((self._lengths - last).max())
+            n_removed = int((self._lengths - last).max())
             most = f"spare={self.spare} allows {self.spare + 1}"
-            raise ValueError(f"length={length} takes back {back} tokens of a full RingCache, where {most}")
+            raise ValueError(f"length={length} removes {n_removed} tokens from a full RingCache, but {most}")
 
 
 def requires_gradient(k: Tensor, v: Tensor) -> bool:

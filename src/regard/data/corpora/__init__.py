@@ -1,9 +1,8 @@
-"""The embedded corpora: available on every machine, deterministic, without end, held out by composition.
+"""The embedded corpora: available on every machine, deterministic, mostly endless, with splits held out by composition.
 
-`en-ko` has sentence pairs with their true alignment, `shapes` drawn scenes with captions and the place of every thing,
-`stdlib` the text of the reader's own Python standard library, `repeats` random words said twice. Each is a pure
-function from (split, index) to an example: example 7 of a split is the same on every machine, on the first call and on
-the last.
+`en-ko` has sentence pairs with their true alignment, `shapes` drawn scenes with captions and the box of every object,
+`stdlib` the source of the installed Python standard library, `repeats` random words followed by the same words again.
+Each is a pure function from (split, index) to an example: example 7 of a split is always the same, on every machine.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ CORPORA = tuple(_CLASSES)
 
 
 class Corpus(Protocol[E_co]):
-    """A named source of examples, held out by what they are made of, never by chance."""
+    """A named source of examples whose held-out splits are chosen by composition, not at random."""
 
     @property
     def name(self) -> str:
-        """The word that selects this corpus: `en-ko`, `shapes`, `stdlib`."""
+        """The name that selects this corpus: `en-ko`, `shapes`, `stdlib`, `repeats`."""
 
     @property
     def splits(self) -> tuple[str, ...]:
         """`train` first, then the held-out ones."""
 
     def size(self, split: str) -> int | None:
-        """How many examples a split has; None where there is always a next one."""
+        """Number of examples of a split; None if it is endless."""
 
     def example(self, split: str, index: int) -> E_co:
         """The example at this index: a pure function of its two arguments."""
 
 
 def open_corpus(name: str) -> Corpus[Any]:
-    """The embedded corpus of this name, with its default settings; its module is imported now."""
+    """The embedded corpus with this name and default settings. Its module is imported only now."""
     if name not in _CLASSES:
         raise ValueError(f"corpus={name!r} is not one of {', '.join(CORPORA)}{did_you_mean(name, CORPORA, cutoff=0.5)}")
     module, class_name = _CLASSES[name]
@@ -59,7 +58,7 @@ def open_corpus(name: str) -> Corpus[Any]:
 
 
 def check_index(corpus: Corpus[object], split: str, index: int) -> None:
-    """Refuse a split or an index that the corpus does not have."""
+    """Raise ValueError or IndexError for a split or an index that the corpus does not have."""
     if split not in corpus.splits:
         raise ValueError(f"split={split!r} is not one of {', '.join(corpus.splits)} of the corpus {corpus.name}")
     size = corpus.size(split)
@@ -69,14 +68,14 @@ def check_index(corpus: Corpus[object], split: str, index: int) -> None:
 
 
 def examples(corpus: Corpus[Item], split: str, start: int = 0) -> Iterator[Item]:
-    """The examples of a split in order, from `start`: without end where the split has none."""
+    """The examples of a split in order from `start` on; endless if the split is."""
     size = corpus.size(split)
     for index in count(start) if size is None else range(start, size):
         yield corpus.example(split, index)
 
 
 def fingerprint(corpus: Corpus[object], n: int = 64) -> str:
-    """SHA-256 over the first n examples of every split: what a run records to say which data it saw."""
+    """SHA-256 over the first n examples of every split; a run records it to identify its data."""
     digest = hashlib.sha256(corpus.name.encode())
     for split in corpus.splits:
         for example in islice(examples(corpus, split), n):

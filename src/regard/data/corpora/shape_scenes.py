@@ -1,9 +1,9 @@
-"""Scenes of shapes: which things there are, where they stand, and their pixels.
+"""Scenes of shapes: the things in them, their positions, and their pixels.
 
-A scene has one thing; or several of which some are alike (they are counted); or two that differ, one of them left of,
-right of, above, below or inside the other; or three that differ, one of them so related to the other two. Coordinates
-are shares of the image's side, x to the right and y downwards. Images are drawn four times too large and averaged down
-(anti-aliasing).
+A scene has one thing; or several with equal ones among them, which are counted; or two different ones, of which one is
+left of, right of, above, below or inside the other; or three different ones, of which one is so related to both others.
+Coordinates are fractions of the image's side, x to the right and y downwards. Images are drawn at four times the size
+and averaged down for anti-aliasing.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 Kind = Literal["one", "counted", "two", "three"]
 Side = Literal["left", "right", "above", "below", "inside"]
 Box = tuple[float, float, float, float]  # x0, y0, x1, y1
-Traits = tuple[str, str, str]  # size, colour, shape: what a caption says of a thing
+Traits = tuple[str, str, str]  # size, colour, shape: what a caption says about a thing
 
 SIZES = ("small", "large")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "black")
 SHAPES = ("circle", "square", "triangle", "star", "heart", "diamond", "cross", "ring")
 _RADII = {"small": (0.08, 0.095), "large": (0.135, 0.15)}
-# Something stands inside only what is wide in the middle, and that one is drawn larger than large.
+# Only shapes that are wide in the middle can contain a thing; a container is drawn larger than "large".
 _CONTAINERS = ("circle", "square", "diamond", "triangle")
 _CONTAINER_RADIUS = (0.21, 0.235)
-_GAP = 0.03  # between things: corners reach a little beyond the radius
+_GAP = 0.03  # minimum distance between things, since corners extend a little beyond the radius
 _STEPS: dict[Side, tuple[float, float]] = {"left": (1, 0), "right": (-1, 0), "above": (0, 1), "below": (0, -1)}
 _SIDES: tuple[Side, ...] = ("left", "right", "above", "below")
 
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One drawn object: what it is, and how it is drawn."""
+    """One drawn object: its traits, its position, and how it is drawn."""
 
     size: str
     colour: str
@@ -55,7 +55,7 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """The first thing of a scene is on this side of another."""
+    """The first thing of a scene is on ``side`` of the thing with index ``other``."""
 
     side: Side
     other: int
@@ -71,14 +71,14 @@ class Scene:
     paper: tuple[int, int, int]
 
 
-# Colour and shape never seen together in training: one colour for each shape, so each word is seen.
+# Combinations of colour and shape that never occur in training: one colour per shape, so that every word does occur.
 HELD_OUT: frozenset[tuple[str, str]] = frozenset(
     zip(sorted(COLOURS, key=lambda colour: stable_hash("shapes held out", colour)), SHAPES, strict=True)
 )
 
 
 def draw_scene(draws: Draws, held_out: bool) -> Scene:
-    """A scene; `held_out` puts one held-out combination into it, and otherwise it has none."""
+    """Draw a random scene, with exactly one held-out combination if `held_out`, else with none."""
     kind: Kind = draws.choice(("one", "counted", "counted", "counted", "two", "two", "three", "three", "three"))
     all_traits = _draw_all_traits(draws, kind, held_out)
     place = {"two": _place_two, "three": _place_three}.get(kind, _scatter)
@@ -88,7 +88,7 @@ def draw_scene(draws: Draws, held_out: bool) -> Scene:
 
 
 def _draw_all_traits(draws: Draws, kind: Kind, held_out: bool) -> list[Traits]:
-    """The traits of each thing: all different, unless they are counted."""
+    """Draw the traits of each thing: all different, except in a scene of kind "counted"."""
     groups = {"one": (1,), "two": (1, 1), "three": (1, 1, 1)}.get(kind)
     if groups is None:
         groups = draws.choice(((2,), (3,), (4,), (2, 1), (3, 1), (2, 2), (2, 1, 1)))
@@ -108,7 +108,7 @@ def _draw_thing(draws: Draws, traits: Traits, x: float, y: float, radius: float)
 
 
 def _scatter(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[Relation]]:
-    """Things anywhere, but apart from each other."""
+    """Place things anywhere without overlap."""
     while True:
         things: list[Thing] = []
         for traits in all_traits:
@@ -123,7 +123,7 @@ def _scatter(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[
 
 
 def _place_two(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[Relation]]:
-    """Two things in line. The smaller one is the subject; of two equals the left or the upper one."""
+    """Place two things in a row or column. The smaller one is the subject; of equal sizes, the left or upper one."""
     subject, other = sorted(all_traits, key=lambda traits: SIZES.index(traits[0]))
     if subject[0] != other[0] and other[2] in _CONTAINERS and subject[1] != other[1] and draws.chance(0.4):
         outer = _container(draws, other, draws.uniform(0.3, 0.7), draws.uniform(0.3, 0.7))
@@ -142,7 +142,8 @@ def _place_two(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], lis
 
 
 def _place_three(draws: Draws, all_traits: list[Traits]) -> tuple[list[Thing], list[Relation]]:
-    """Three things: one at the corner or in the middle of the others, or inside one of them with the third beside."""
+    """Place three things: the subject at the corner or in the middle of the others, or inside one of them, with the
+    third beside that one."""
     subject, second, third = all_traits
     inner = subject[0] == "small" and second[0] == "large" and second[2] in _CONTAINERS and subject[1] != second[1]
     if inner and draws.chance(0.6):
@@ -189,7 +190,7 @@ def draw(scene: Scene, size: int = 64) -> Image:
     big = size * _SCALE
     image = Image.new("RGB", (big, big), scene.paper)
     pen = ImageDraw.Draw(image)
-    # What contains another thing is drawn before it.
+    # Larger things first, so that a container does not cover its content.
     for thing in sorted(scene.things, key=lambda t: -t.radius):
         inks = zip(_RGB[thing.colour], thing.tone, strict=True)
         colour = tuple(max(0, min(255, ink + tone)) for ink, tone in inks)
@@ -204,7 +205,7 @@ def draw(scene: Scene, size: int = 64) -> Image:
 
 
 def box_of(thing: Thing) -> Box:
-    """The smallest box around a thing, in shares of the picture's side."""
+    """The bounding box of a thing, in fractions of the image's side."""
     if thing.shape in ("circle", "ring"):
         return (thing.x - thing.radius, thing.y - thing.radius, thing.x + thing.radius, thing.y + thing.radius)
     xs, ys = zip(*_placed_outline(thing), strict=True)
@@ -212,14 +213,14 @@ def box_of(thing: Thing) -> Box:
 
 
 def _placed_outline(thing: Thing) -> list[tuple[float, float]]:
-    """The outline where it stands: turned, scaled and moved."""
+    """The outline of a thing in the image: rotated, scaled and translated."""
     cos, sin = math.cos(math.radians(thing.tilt)) * thing.radius, math.sin(math.radians(thing.tilt)) * thing.radius
     return [(thing.x + x * cos - y * sin, thing.y + x * sin + y * cos) for x, y in outline(thing.shape)]
 
 
 @cache
 def outline(shape: str) -> tuple[tuple[float, float], ...]:
-    """The outline of a shape with corners, within the circle of radius 1 around 0."""
+    """The vertices of a polygonal shape, roughly within the unit circle."""
     match shape:
         case "square":
             return ((-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8))
@@ -237,7 +238,7 @@ def outline(shape: str) -> tuple[tuple[float, float], ...]:
                 points += [(-y, x) for x, y in points[-3:]]
             return tuple(points)
         case "heart":
-            # x = 16 sin³ t, y = 13 cos t − 5 cos 2t − 2 cos 3t − cos 4t, turned upright and brought to size.
+            # x = 16 sin³ t, y = 13 cos t − 5 cos 2t − 2 cos 3t − cos 4t, turned upright and rescaled.
             xs = [16 * math.sin(t) ** 3 for t in _angles(36)]
             ys = [13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) for t in _angles(36)]
             return tuple((x / 16, (-y - 2.5) / 15) for x, y in zip(xs, ys, strict=True))

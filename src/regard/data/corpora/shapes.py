@@ -1,8 +1,8 @@
-"""The corpus `shapes`: drawn scenes with captions, the true box of every thing, and the things each word speaks of.
+"""The corpus `shapes`: drawn scenes with captions, the true box of every thing, and the things each word refers to.
 
-Each scene has one canonical caption in English and one in Korean. It is a function of what is to be seen, so a model
-that looks well can be right every time. Things alike are counted, the larger group first; of things that differ one is
-said to stand left of, right of, above, below or inside the others.
+Each scene has one canonical caption in English and one in Korean. The caption is a function of the visible scene, so a
+perfect model can be right every time. Equal things are counted, the largest group first; of different things, the
+first is left of, right of, above, below or inside the others.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Language = Literal["en", "ko"]
 
 
 class Caption(NamedTuple):
-    """A caption, and for each word of `text.split()` the numbers of the things it speaks of; `and` has none."""
+    """A caption, and for each word of `text.split()` the indices of the things it refers to; `and` has none."""
 
     text: str
     things: tuple[tuple[int, ...], ...]
 
 
-# Words with the numbers of the things each speaks of, and things that look alike with their numbers.
+# Words with the indices of the things they refer to; traits with the indices of the things that have them.
 _GroundedWords = list[tuple[str, tuple[int, ...]]]
 _Group = tuple[Traits, tuple[int, ...]]
 
@@ -65,7 +65,7 @@ def _check_language(language: str) -> None:
 
 
 def _groups(scene: Scene) -> list[_Group]:
-    """Things that look alike, the most numerous first, then in the order of the tables."""
+    """Groups of things with the same traits, the largest first, then in the order of the tables."""
     groups: dict[Traits, tuple[int, ...]] = {}
     for index, thing in enumerate(scene.things):
         groups[thing.traits] = (*groups.get(thing.traits, ()), index)
@@ -78,7 +78,7 @@ def _groups(scene: Scene) -> list[_Group]:
 
 
 def _english(traits: Traits, members: tuple[int, ...]) -> _GroundedWords:
-    """`two small red circles`, every word speaking of all of them."""
+    """`two small red circles`; every word refers to all of them."""
     size, colour, shape = traits
     plural = "" if len(members) == 1 else "es" if shape == "cross" else "s"
     return [(word, members) for word in (_NUMBERS[len(members)], size, colour, shape + plural)]
@@ -129,13 +129,13 @@ def _related_korean(scene: Scene) -> _GroundedWords:
     return [*words, ("있는", ()), *_korean(scene.things[0].traits, (0,))]
 
 
-_EDITION = 1  # part of every key: raised when a change of the drawing changes what an index means
+_EDITION = 1  # part of every random key; increase it when a change gives an index another example
 _VALID_SHARE = 12  # one composition in this many is held out for `valid`
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CaptionedScene:
-    """A scene, its captions, and, when asked for, its pixels."""
+    """A scene and its captions; its pixels are drawn on access."""
 
     scene: Scene
     english: Caption
@@ -149,37 +149,38 @@ class CaptionedScene:
 
     @property
     def words(self) -> Caption:
-        """The caption in the corpus' language, with the things each of its words speaks of."""
+        """The caption in the corpus's language, with the things each of its words refers to."""
         return self.english if self.language == "en" else self.korean
 
     @property
     def caption(self) -> str:
-        """The caption in the corpus' language."""
+        """The text of the caption in the corpus's language."""
         return self.words.text
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The box of every thing in pixels: x0, y0, x1, y1, the origin at the upper left corner."""
+        """The box of every thing in pixels: x0, y0, x1, y1, with the origin at the upper left corner."""
         boxes, n = map(box_of, self.scene.things), self.size
         return tuple((x0 * n, y0 * n, x1 * n, y1 * n) for x0, y0, x1, y1 in boxes)
 
     @property
     def image(self) -> NDArray[np.uint8]:
-        """The pixels, (size, size, 3)."""
+        """The pixels (size, size, 3)."""
         import numpy as np
 
         return np.asarray(self.pillow())
 
     def pillow(self, size: int | None = None) -> Image:
-        """The image as pillow has it, at any size."""
+        """The scene as a Pillow image of any size."""
         return draw(self.scene, size or self.size)
 
 
 class Shapes:
     """Scenes of one to four things with captions.
 
-    `train` has no held-out colour–shape combination (`HELD_OUT`) and no composition held out for `valid` (by a hash of
-    the things, wherever they stand); each scene of `combinations` has one thing with a held-out combination.
+    `train` has no held-out colour–shape combination (`HELD_OUT`) and no composition held out for `valid`, which is
+    chosen by a hash of the things regardless of their positions. Each scene of `combinations` has one thing with a
+    held-out combination.
     """
 
     name = "shapes"
@@ -193,7 +194,7 @@ class Shapes:
         self.pixels = size
 
     def size(self, split: str) -> int | None:
-        """None: there is always a next one."""
+        """None: the splits are endless."""
         return None
 
     def example(self, split: str, index: int) -> CaptionedScene:
@@ -205,6 +206,6 @@ class Shapes:
 
 
 def is_held_out_for_valid(scene: Scene) -> bool:
-    """Whether the composition, no matter where things stand, is held out from training."""
+    """Whether the composition of a scene, regardless of positions, is held out from training."""
     parts = sorted("-".join(thing.traits) for thing in scene.things)
     return stable_hash("shapes valid", scene.kind, *parts) % _VALID_SHARE == 0

@@ -1,8 +1,8 @@
-"""The corpus `stdlib`: the text and source of the reader's own Python standard library, one document a module file.
+"""The corpus `stdlib`: the source of the installed Python standard library, one document per module file.
 
-Real text that stands on every machine with Python. It is © the Python Software Foundation and its authors, under the
-PSF licence (docs.python.org/3/license.html): it is read where it lies and never copied into anything we ship. Which
-text that is depends on the Python that reads it, so `digest` says exactly what was read.
+It is real text that every machine with Python has. It is © the Python Software Foundation and its authors, under the
+PSF licence (docs.python.org/3/license.html); it is read in place and not part of this package. Its content depends on
+the version of Python, so `digest` identifies exactly what was read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..hashing import stable_hash
 from . import check_index
 
 LICENCE = "Python Software Foundation License, https://docs.python.org/3/license.html"
-# Not the library's own text: what was installed beside it, its tests, and tools that travel with it.
+# Folders that are not part of the library: installed packages and build products, and the library's own tests.
 _INSTALLED_BESIDE = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 _TESTS = frozenset({"test", "tests", "idle_test"})
-# Written when this Python was built or set up, so different on every machine.
+# Files generated when Python is built or installed, different on every machine.
 _MACHINE_SPECIFIC = ("_sysconfigdata", "_sysconfig_vars", "config-", "sitecustomize", "usercustomize")
-# Of a hundred top-level modules and packages so many go to each held-out split.
+# Percentage of the top-level modules and packages in each held-out split.
 _VALID_PERCENT, _PACKAGES_PERCENT = 8, 8
 
 
@@ -37,10 +37,10 @@ class ModuleText:
 
 
 class Stdlib:
-    """ModuleTexts, whole top-level modules and packages held out: `asyncio` is in one split with everything in it.
+    """The files of the library. A top-level module or package such as `asyncio` is in one split as a whole.
 
-    `valid` and `packages` hold about eight in a hundred each, chosen by a hash of the name, so that the same ones are
-    held out under every version of Python.
+    `valid` and `packages` have about 8 % of them each, chosen by a hash of the name, so that every version of Python
+    holds out the same ones.
     """
 
     name = "stdlib"
@@ -49,19 +49,19 @@ class Stdlib:
     def __init__(self, root: Path | str | None = None, *, tests: bool = False) -> None:
         self.root = Path(root if root is not None else sysconfig.get_path("stdlib"))
         self.tests = tests
-        self.undecodable: list[str] = []  # names of files that were left out
+        self.undecodable: list[str] = []  # names of files that could not be read
 
     def size(self, split: str) -> int:
         return len(self._files[split])
 
     def example(self, split: str, index: int) -> ModuleText:
-        """The document at this place: files are in the order of their names."""
+        """The document at this index; files are sorted by path."""
         check_index(self, split, index)
         return self._read(self._files[split][index])
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over the names and contents of everything read, in order."""
+        """SHA-256 over the names and contents of all files, in order."""
         digest = hashlib.sha256()
         for split in self.splits:
             for x in map(self._read, self._files[split]):
@@ -70,7 +70,7 @@ class Stdlib:
 
     @property
     def python(self) -> str:
-        """The Python whose library this is."""
+        """Implementation and version of the running Python."""
         return f"{platform.python_implementation()} {platform.python_version()}"
 
     @cached_property
@@ -96,7 +96,7 @@ class Stdlib:
         return ".".join(file.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
 
     def _read(self, file: Path) -> ModuleText:
-        """The file as Python decodes it: by its coding line or mark, else UTF-8."""
+        """Read a file with the encoding Python uses for it: its coding line or byte order mark, else UTF-8."""
         with tokenize.open(file) as opened:
             return ModuleText(self._name(file), opened.read())
 

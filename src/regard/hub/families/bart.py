@@ -1,7 +1,9 @@
-"""BART (Lewis et al. 2020) and Marian (Junczys-Dowmunt et al. 2018): the paper's encoder-decoder, with two kinds of
-positions: BART's are learned, with two rows before position 0 and a norm after the sum, Marian's are sinusoids.
-mBART (Liu et al. 2020) is BART with norms before the sub-layers; M2M-100 (Fan et al. 2021), and so NLLB, has these
-and sinusoids.
+"""The encoder-decoder of Vaswani et al. 2017 with learned or sinusoidal positions.
+
+bart      learned positions after two unused rows, embedding norm (Lewis et al. 2020)
+mbart     bart with norms before the sub-layers (Liu et al. 2020)
+m2m_100   norms before the sub-layers, sinusoids (Fan et al. 2021; also NLLB)
+marian    sinusoids (Junczys-Dowmunt et al. 2018)
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
     theirs.only("is_decoder", False)
     pre_norm = kind in ("mbart", "m2m_100")
-    if not pre_norm:  # the others have both, and old files say so
+    if not pre_norm:  # mbart and m2m_100 have both, and their old files set these fields
         theirs.only("normalize_before", False)
         theirs.only("add_final_layer_norm", False)
     head, ours = theirs.head(_CLASSES[kind]), hf.read_fields(theirs, _FIELDS)
@@ -82,7 +84,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Sinusoids(Step):
-    """Marian's table of positions, which we compute. Only a model without a head is saved with it."""
+    """Marian's table of sinusoids, which we compute; it is written only for a model without a head."""
 
     name: str
     max_len: int
@@ -94,9 +96,9 @@ class Sinusoids(Step):
         table = out.pop(self.name, None)
         if table is None or table.is_meta:
             return out
-        # Its shape first: the table that is due takes memory, and max_len is only what a config claims.
+        # The shape first: computing the expected table takes memory, and max_len comes from an untrusted config.
         if table.shape != (self.max_len, self.width) or not torch.allclose(table.float(), self._table(), atol=1e-2):
-            raise ValueError(f"{self.name} should hold the sinusoids of {self.max_len} positions, but does not")
+            raise ValueError(f"{self.name} does not hold the sinusoids of {self.max_len} positions")
         return out
 
     def undo(self, tensors: Tensors) -> Tensors:
@@ -123,7 +125,7 @@ def steps(config: ModelConfig) -> list[Step]:
         elif config.sinusoid_layout != "fairseq":
             out.append(Fill("final_logits_bias", (1, vocab_size), 0.0))
     if config.target_vocab_size is None:
-        # With a head of its own, transformers writes a copy of the table for each stack.
+        # If the head is untied, transformers writes a copy of the table for each stack.
         for stack in ("encoder", "decoder"):
             second = f"{prefix}{stack}.embed_tokens.weight"
             out.append(Tie(second, f"{prefix}shared.weight", written=not config.tie_head))

@@ -1,9 +1,9 @@
-"""GPT and the decoders near it: learned or partly rotated positions, LayerNorm, a plain feed-forward network, biases.
+"""GPT-2 and similar decoders: learned or rotary positions, LayerNorm, mostly plain feed-forward networks, biases.
 
 gpt2         learned positions, weights stored (in, out) (Radford et al. 2019)
-opt          learned positions behind two rows (Zhang et al. 2022)
-gpt_neox     rotates a quarter of each head, attention and feed-forward side by side (Black et al. 2022; Pythia)
-phi          side by side with one norm for both, a bias on the logits (Phi 1, 1.5 and 2)
+opt          learned positions after two unused rows (Zhang et al. 2022)
+gpt_neox     rotates a quarter of each head, parallel attention and feed-forward (Black et al. 2022; Pythia)
+phi          parallel with one norm for both, a bias on the logits (Phi 1, 1.5 and 2)
 starcoder2   rotary positions, grouped key heads, a window (Lozhkov et al. 2024)
 stablelm     rotates a quarter of each head, gated feed-forward, few biases
 """
@@ -37,7 +37,7 @@ def read_gpt2(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def _with_padding(ours: dict[str, Any]) -> dict[str, Any]:
-    """A model without a padding token pads with the end of a text."""
+    """Fill in a missing padding token with the end token."""
     return ours | {"pad_id": (ours["eos_id"] or 0) if ours["pad_id"] is None else ours["pad_id"]}
 
 
@@ -51,7 +51,7 @@ def _write_common(config: ModelConfig, kind: str, heads: dict[str, str], fields:
 
 
 def _write_rotary(config: ModelConfig, kind: str, heads: dict[str, str], fields: hf.Fields) -> dict[str, Any]:
-    """What those with rotary positions share. The share that is rotated is always named: their defaults differ."""
+    """The fields shared by models with rotary positions; the rotated share is always written, as defaults differ."""
     rope = write_rope(config) | {"partial_rotary_factor": config.rope_fraction}
     written = _write_common(config, kind, heads, fields) | {"rope_parameters": rope}
     if "num_key_value_heads" in fields:
@@ -93,7 +93,7 @@ _OPT_FIELDS = hf.field_names("opt")
 
 
 def read_opt(theirs: hf.ForeignFields) -> ModelConfig:
-    """Positions count the real tokens, which it knows by a mask and we by the padding token."""
+    """Positions count only real tokens: OPT recognises them by the mask, we by the padding token."""
     theirs.only("word_embed_proj_dim", theirs.need("hidden_size"))
     theirs.only("_remove_final_layer_norm", False)
     theirs.only("layer_norm_elementwise_affine", True)
@@ -137,7 +137,7 @@ _NEOX_FIELDS = hf.field_names("gpt_neox")
 
 
 def read_neox(theirs: hf.ForeignFields) -> ModelConfig:
-    old = {"rope_theta": theirs.get("rotary_emb_base", 10000.0)}  # as older versions call it
+    old = {"rope_theta": theirs.get("rotary_emb_base", 10000.0)}  # its name in older versions
     theirs = hf.ForeignFields(old | {name: x for name, x in theirs.fields.items() if x is not None})
     ours = hf.read_fields(theirs, _NEOX_FIELDS) | read_rope(theirs, fraction=theirs.get("rotary_pct", 0.25))
     return ModelConfig(
@@ -263,7 +263,7 @@ def write_stablelm(config: ModelConfig) -> dict[str, Any]:
 
 
 def rotary_steps(config: ModelConfig) -> list[Step]:
-    """The tensors of StarCoder 2 and StableLM, named as LLaMA's but for the feed-forward network and biases."""
+    """The steps of StarCoder 2 and StableLM: named like LLaMA's, except for the feed-forward network and biases."""
     prefix = "" if config.head == "none" else "model."
     theirs, ours = f"{prefix}layers.{{i}}.", "decoder.blocks.{i}."
     gates = [f"{theirs}mlp.{x}_proj" for x in ("gate", "up")]

@@ -1,16 +1,19 @@
-"""LLaMA and its line (Touvron et al. 2023): rotary positions, RMSNorm, gated feed-forward, grouped key heads.
+"""LLaMA (Touvron et al. 2023) and its descendants: rotary positions, RMSNorm, gated feed-forward, grouped key heads.
 
-mistral      a window (Jiang et al. 2023); ministral has it in some layers only
-qwen2, 3     biases on q, k and v; qwen3 a norm on each query and key head instead
+mistral      a window (Jiang et al. 2023); ministral: in some layers only
+qwen2        biases on q, k and v; qwen3: a norm on each query and key head instead
 smollm3      no positions in every fourth layer
-olmo2, 3     norms on the outputs of sub-layers, and over all query and all key heads together; olmo3 has windows
-exaone4      norms as olmo2, over each head; layers without a window have no positions
+olmo2        norms on the outputs of sub-layers, and over all query heads and all key heads; olmo3: with windows
+exaone4      norms as in olmo2, but per head; layers without a window have no positions
 eurobert     an encoder with the same layers
-phi3         the same as llama with q, k and v in one tensor; rotates a part of each head
+phi3         llama with q, k and v in one tensor, rotates a part of each head
 mixtral      experts instead of one feed-forward network (Jiang et al. 2024)
-qwen3_moe    experts in the layers of qwen3; olmoe: with norms over all query and all key heads
-gemma        1 + w in the norms, embeddings scaled; gemma2 norms before and after, caps scores and logits, has a window
-             in every other layer; gemma3_text turns windowed layers by another base
+qwen3_moe    experts in the layers of qwen3
+olmoe        experts, and norms over all query heads and all key heads
+gpt_oss      experts with biases and a clamped gate, a bias in the router, sinks, windows in every other layer
+gemma        1 + w in the norms, scaled embeddings
+gemma2       norms before and after sub-layers, capped scores and logits, a window in every other layer
+gemma3_text  norms on query and key heads, another RoPE base in layers with a window
 """
 
 from __future__ import annotations
@@ -22,24 +25,26 @@ from typing import Any
 
 from ...config import ModelConfig, RopeScalingConfig
 from .. import hf_family as hf
-from ..weight_steps import Drop, Rename, StackExperts, Step
+from ..weight_steps import Drop, HeadsTogether, Rename, StackExperts, Step, Transpose
 
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 _GEMMA = {"norm_offset": 1.0, "scale_embeddings": True}
 _OLMO = {"norm_place": "output", "qk_norm": True}
-_USUAL_PATTERN = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4}  # every so many layers one has no window
-_TWO_ROPES = {"gemma3_text": (1e6, 10000.0), "olmo3": (500000.0, 500000.0)}  # usual bases without and with a window
+_OSS = {"attention_sinks": True, "router_bias": True, "activation": "quick_geglu"}
+# One layer in this many has no window.
+_DEFAULT_PATTERN = {"gemma2": 2, "gemma3_text": 6, "olmo3": 4, "exaone4": 4, "gpt_oss": 2}
+_TWO_ROPES = {"gemma3_text": (1e6, 10000.0), "olmo3": (500000.0, 500000.0)}  # default bases without and with a window
 
 
 @dataclass(frozen=True)
 class Member:
-    """A model type of the line: its classes, what all its models have, and which config fields it reads."""
+    """A model type of the LLaMA line."""
 
     causal_class: str
     base_class: str
-    features: Mapping[str, Any] = field(default_factory=dict)
-    defaults: str = "llama"  # a table of names.toml over that of llama
-    always_windowed: bool = False  # a window needs no second field to switch it on
+    features: Mapping[str, Any] = field(default_factory=dict)  # our fields that all its models share
+    defaults: str = "llama"  # a table of names.toml that overrides that of llama
+    always_windowed: bool = False  # sliding_window alone switches the window on, without use_sliding_window
     can_have_window: bool = True
 
     @property
@@ -64,6 +69,7 @@ _LINE = {
     "mixtral": _member("Mixtral", defaults="mixtral", always_windowed=True),
     "qwen3_moe": _member("Qwen3Moe", {"qk_norm": True}, defaults="qwen3_moe", can_have_window=False),
     "olmoe": _member("Olmoe", {"qk_norm": True, "qk_norm_over": "all"}, defaults="olmoe", can_have_window=False),
+    "gpt_oss": _member("GptOss", _OSS, defaults="gpt_oss", always_windowed=True),
     "gemma": _member("Gemma", _GEMMA, defaults="gemma", can_have_window=False),
     "gemma2": _member("Gemma2", {**_GEMMA, "norm_place": "both"}, defaults="gemma", always_windowed=True),
     "gemma3_text": _member(
@@ -76,13 +82,13 @@ _LINE = {
 }
 _PHI3 = _member("Phi3", defaults="olmo2", always_windowed=True)
 _CAPPED = ("gemma2", "gemma3_text")
-_WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe")
-_NAMED_HEAD_WIDTH = ("qwen3", "gemma", *_CAPPED)  # theirs is not d_model / n_heads where the field is missing
+_WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+_NAMED_HEAD_WIDTH = ("qwen3", "gpt_oss", "gemma", *_CAPPED)  # their default head_dim is not d_model / n_heads
 
 
 def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     kind = theirs.model_type
-    if kind in _WITH_EXPERTS:  # one number under two names, by version
+    if kind in _WITH_EXPERTS:  # the name depends on the version of transformers
         number = theirs.get("num_local_experts", theirs.get("num_experts"))
         theirs = hf.ForeignFields(theirs.fields | {"num_local_experts": number, "num_experts": number})
     ours = _read_common(theirs, _LINE[kind]) | read_rope(theirs)
@@ -91,7 +97,7 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     if kind in _CAPPED:
         scalar = theirs.get("query_pre_attn_scalar", 256)
         ours["attention_scale"] = None if scalar == ours["d_head"] else 1 / math.sqrt(scalar)
-        has_caps = kind == "gemma2"  # where the fields are missing
+        has_caps = kind == "gemma2"  # by default
         ours["score_cap"] = theirs.fields.get("attn_logit_softcapping", 50.0 if has_caps else None)
         ours["logit_cap"] = theirs.fields.get("final_logit_softcapping", 30.0 if has_caps else None)
     if kind == "smollm3":
@@ -106,24 +112,29 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
             theirs.only(name, only)
         theirs.only("mlp_only_layers", [])
         theirs.only("use_sliding_window", False)
-        ours["router_z_loss"] = 0.0  # they have none
-    bias = theirs.get("attention_bias", False)
+        ours["router_z_loss"] = 0.0  # theirs have none
+    is_oss = kind == "gpt_oss"
+    if is_oss:
+        theirs.only("hidden_act", "silu")  # in fact the gate given by swiglu_alpha and swiglu_limit
+        theirs.only("swiglu_alpha", 1.702)
+    bias = theirs.get("attention_bias", is_oss)
     ours |= {"qkv_bias": kind == "qwen2" or bias, "out_bias": kind != "qwen2" and bias}
-    return ModelConfig(**ours, ff_bias=theirs.get("mlp_bias", False))
+    return ModelConfig(**ours, ff_bias=is_oss or theirs.get("mlp_bias", False))
 
 
 def _read_common(theirs: hf.ForeignFields, member: Member) -> dict[str, Any]:
-    """Our fields but for positions, biases and what only some members have."""
+    """Our fields without positions, biases and those that only some members have."""
     theirs.only("pretraining_tp", 1)
     theirs.only("use_bidirectional_attention", False)
     ours = hf.read_fields(theirs, hf.field_names("llama", *({member.defaults} - {"llama"})))
     if ours["n_kv_heads"] is None:
         ours["n_kv_heads"] = ours["n_heads"]
     activation_field = "hidden_activation" if theirs.model_type in _CAPPED else "hidden_act"
-    usual = "gelu_pytorch_tanh" if member.features.get("norm_offset") else "silu"
-    activation = theirs.activation(activation_field, usual)
+    default = "gelu_pytorch_tanh" if member.features.get("norm_offset") else "silu"
+    activation = theirs.activation(activation_field, default)
     if activation not in _GATED:
-        raise ValueError(f"config.json has {activation_field}={activation!r}; regard gates with {', '.join(_GATED)}")
+        gates = ", ".join(_GATED)
+        raise ValueError(f"config.json has {activation_field}={activation!r}; regard supports gates with {gates}")
     window, window_layers = _read_window(theirs, member, ours["n_layers"])
     return {
         **{"architecture": "decoder", "head": theirs.head(member.classes), "norm": "rms", "norm_place": "pre"},
@@ -136,9 +147,9 @@ def _read_common(theirs: hf.ForeignFields, member: Member) -> dict[str, Any]:
 
 
 def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """The sliding window and the layers that have it; which layers do is written in four ways over the versions.
+    """The sliding window and the layers that have it (None: all), which versions of transformers store in four ways.
 
-    Mistral with layer_types is what Ministral is; their automatic classes read it so too.
+    Mistral with layer_types is Ministral; the Auto classes of transformers read it that way, too.
     """
     if not member.can_have_window:
         return None, None
@@ -146,13 +157,15 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
     if not (member.always_windowed or theirs.get("use_sliding_window", False)):
         window = None
     kinds = theirs.get("layer_types")
-    if kinds is None and window is not None and theirs.model_type in _USUAL_PATTERN:
-        pattern = theirs.get("sliding_window_pattern", _USUAL_PATTERN[theirs.model_type])
+    if kinds is None and window is not None and theirs.model_type in _DEFAULT_PATTERN:
+        pattern = theirs.get("sliding_window_pattern", _DEFAULT_PATTERN[theirs.model_type])
         kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layers)]
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if kinds is not None and set(kinds) - known:
-        unknown, can = sorted(set(kinds) - known)[0], " or ".join(sorted(known))
-        raise ValueError(f"config.json has layer_types with {unknown!r}; with sliding_window={window} it can be {can}")
+        unknown, options = sorted(set(kinds) - known)[0], " or ".join(sorted(known))
+        raise ValueError(
+            f"config.json has {unknown!r} in layer_types; with sliding_window={window}, regard reads {options}"
+        )
     if window is None:
         return None, None
     if kinds is not None:
@@ -165,7 +178,7 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
 
 
 _ORIGINAL = "original_max_position_embeddings"
-# What each kind reads; fields beside them mean nothing, there as here.
+# The fields that each kind of scaling reads; others are ignored, as transformers does.
 _SCALING_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -180,30 +193,34 @@ def _our_name(field: str) -> str:
 
 
 def read_rope(theirs: hf.ForeignFields, fraction: float | None = None) -> dict[str, Any]:
-    """Our rotary fields, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
+    """Our RoPE fields, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
 
-    ``fraction`` is the share of a head that is rotated where the file says nothing; None: all, and nothing else.
+    fraction  the default share of a head that is rotated; None: always the whole head
     """
     fields = dict(theirs.get("rope_scaling", {}) or theirs.get("rope_parameters", {}))
     local = None
     if theirs.model_type in _TWO_ROPES:
-        usual, usual_local = _TWO_ROPES[theirs.model_type]
-        nested, base = theirs.get("rope_parameters", {}), theirs.get("rope_theta", usual)
+        default, default_local = _TWO_ROPES[theirs.model_type]
+        nested, base = theirs.get("rope_parameters", {}), theirs.get("rope_theta", default)
         if theirs.model_type == "olmo3":
-            usual_local = base  # older files have one base for both
-        local = nested.get("sliding_attention", {}).get("rope_theta", theirs.get("rope_local_base_freq", usual_local))
+            default_local = base  # older files have one base for both
+        local = nested.get("sliding_attention", {}).get("rope_theta", theirs.get("rope_local_base_freq", default_local))
         fields = {"rope_theta": base, **nested.get("full_attention", {}), **theirs.get("rope_scaling", {})}
+    if theirs.model_type == "gpt_oss" and not fields:
+        theirs.need("rope_parameters")  # required here: the default in transformers is a scaled RoPE
     nested_names = [name for name, value in fields.items() if isinstance(value, dict)]
     if nested_names:
         raise ValueError(
-            f"config.json has rope_parameters for {nested_names[0]!r} alone; regard turns all layers alike"
+            f"config.json has separate rope_parameters for {nested_names[0]!r}; regard has one RoPE for all layers of"
+            f" {theirs.model_type}"
         )
     share = fields.get("partial_rotary_factor", theirs.get("partial_rotary_factor", fraction or 1.0))
     if fraction is None and share != 1.0:
-        raise ValueError(f"config.json has partial_rotary_factor={share}; regard reads 1.0 here")
-    base = fields.get("rope_theta", theirs.get("rope_theta", 10000.0))
+        raise ValueError(f"config.json has partial_rotary_factor={share}; regard supports 1.0 for {theirs.model_type}")
+    default = 150000.0 if theirs.model_type == "gpt_oss" else 10000.0
+    base = fields.get("rope_theta", theirs.get("rope_theta", default))
     ours = {"rope_base": base, "rope_fraction": share, "rope_scaling": _read_scaling(theirs, fields)}
-    # Where no layer has a window, the base of such layers means nothing.
+    # Without windowed layers, their RoPE base is irrelevant.
     windowed = local is not None and _read_window(theirs, _LINE[theirs.model_type], theirs.need("num_hidden_layers"))[0]
     return {**ours, "window_rope_base": local if windowed else None}
 
@@ -214,7 +231,7 @@ def _read_scaling(theirs: hf.ForeignFields, fields: dict[str, Any]) -> RopeScali
         return None
     if kind not in _SCALING_FIELDS:
         raise ValueError(f"config.json has rope_type={kind!r}; regard has {', '.join(_SCALING_FIELDS)}")
-    fields[_ORIGINAL] = theirs.get(_ORIGINAL, fields.get(_ORIGINAL))  # a field of its own comes before the dict's
+    fields[_ORIGINAL] = theirs.get(_ORIGINAL, fields.get(_ORIGINAL))  # the top-level field overrides the nested one
     known = {_our_name(name): fields[name] for name in _SCALING_FIELDS[kind] if fields.get(name) is not None}
     return RopeScalingConfig(kind=kind, **known)
 
@@ -222,7 +239,7 @@ def _read_scaling(theirs: hf.ForeignFields, fields: dict[str, Any]) -> RopeScali
 def write_llama(config: ModelConfig) -> dict[str, Any]:
     kind = _kind(config)
     fields = _write_common(config, kind, _LINE[kind])
-    if kind in ("llama", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "qwen3_moe", "olmoe", *_CAPPED):
+    if kind in ("llama", "qwen3", "smollm3", "olmo2", "olmo3", "gemma", "qwen3_moe", "olmoe", "gpt_oss", *_CAPPED):
         fields["attention_bias"] = config.qkv_bias
     if kind in _WITH_EXPERTS:
         fields |= hf.write_fields(config, hf.field_names(_LINE[kind].defaults))
@@ -232,7 +249,7 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
         windowed = _windowed_layers(config)
         fields["use_sliding_window"] = config.window is not None
         fields["max_window_layers"] = min(windowed, default=config.n_layers)
-    if kind in ("qwen2", "qwen3", "smollm3", "ministral", *_USUAL_PATTERN):
+    if kind in ("qwen2", "qwen3", "smollm3", "ministral", *_DEFAULT_PATTERN):
         kinds = {True: "sliding_attention", False: "full_attention"}
         fields["layer_types"] = [kinds[layer in _windowed_layers(config)] for layer in range(config.n_layers)]
     if kind == "smollm3":
@@ -250,8 +267,10 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
 
 def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, Any]:
     gates = {ours: theirs for theirs, ours in _GATED.items()}
+    if kind == "gpt_oss":
+        gates = {"quick_geglu": "silu"}
     if config.activation not in gates or config.head == "classify":
-        raise ValueError(f"activation={config.activation!r} with head={config.head!r} is none of the LLaMA line")
+        raise ValueError(f"no model of the LLaMA line has activation={config.activation!r} with head={config.head!r}")
     fields: dict[str, Any] = {
         "model_type": kind,
         "architectures": [member.causal_class if config.head == "lm" else member.base_class],
@@ -264,6 +283,8 @@ def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, A
     }
     if member.can_have_window:
         fields["sliding_window"] = config.window
+        if kind == "gpt_oss" and config.window is None:
+            fields["sliding_window"] = 128  # gpt_oss needs a number even if no layer has a window
     return fields
 
 
@@ -274,13 +295,15 @@ def _windowed_layers(config: ModelConfig) -> tuple[int, ...]:
 
 
 def _kind(config: ModelConfig) -> str:
-    """Which member of the line has these features."""
+    """The model type that has the features of a config."""
     if config.norm_offset:
         return "gemma3_text" if config.qk_norm else "gemma2" if config.norm_place == "both" else "gemma"
     if config.norm_place == "output" and config.qk_norm_over == "all":
         return "olmo2" if config.window is None else "olmo3"
     if config.norm_place == "output":
         return "exaone4"
+    if config.experts is not None and config.attention_sinks:
+        return "gpt_oss"
     if config.experts is not None:
         return "mixtral" if not config.qk_norm else "qwen3_moe" if config.qk_norm_over == "head" else "olmoe"
     if config.rope_layers is not None:
@@ -301,13 +324,13 @@ def write_rope(config: ModelConfig) -> dict[str, Any]:
         fields["rope_type"] = scaling.kind
         for name in _SCALING_FIELDS[scaling.kind]:
             value = getattr(scaling, _our_name(name))
-            if value is not None or name == "factor":  # they want to be told that there is no factor
+            if value is not None or name == "factor":  # transformers requires the field, even if it is null
                 fields[name] = list(value) if isinstance(value, tuple) else value
     return fields
 
 
 def llama_steps(config: ModelConfig) -> list[Step]:
-    prefix, theirs, ours = _places(config)
+    prefix, theirs, ours = _prefixes(config)
     q_rows = config.n_heads * config.head_width
     kv_rows = (config.n_kv_heads or config.n_heads) * config.head_width
     qkv, gates = [f"{theirs}self_attn.{x}_proj" for x in "qkv"], [f"{theirs}mlp.{x}_proj" for x in ("gate", "up")]
@@ -323,12 +346,14 @@ def llama_steps(config: ModelConfig) -> list[Step]:
 
 
 def _expert_steps(config: ModelConfig, theirs: str, ours: str) -> list[Step]:
-    """Their matrices are one by one: gate, up and down, which Mixtral calls w1, w3 and w2."""
+    """The steps of experts, which have one matrix each for gate, up and down; Mixtral names them w1, w3 and w2."""
     kind, n_experts = _kind(config), config.experts or 0
-    place, names = "mlp.experts.{e}.", ("gate_proj", "up_proj", "down_proj")
+    if kind == "gpt_oss":
+        return _oss_steps(config, theirs, ours)
+    expert, names = "mlp.experts.{e}.", ("gate_proj", "up_proj", "down_proj")
     if kind == "mixtral":
-        place, names = "block_sparse_moe.experts.{e}.", ("w1", "w3", "w2")
-    gate, up, down = (f"{theirs}{place}{name}.weight" for name in names)
+        expert, names = "block_sparse_moe.experts.{e}.", ("w1", "w3", "w2")
+    gate, up, down = (f"{theirs}{expert}{name}.weight" for name in names)
     return [
         *hf.modules(hf.layer_names(kind), theirs, ours),
         StackExperts((gate, up), f"{ours}ff.w_in.weight", n_experts),
@@ -336,8 +361,21 @@ def _expert_steps(config: ModelConfig, theirs: str, ours: str) -> list[Step]:
     ]
 
 
-def _places(config: ModelConfig) -> tuple[str, str, str]:
-    """Before their modules, their layers and ours."""
+def _oss_steps(config: ModelConfig, theirs: str, ours: str) -> list[Step]:
+    """The steps of gpt-oss, which stores all experts in one tensor (E, in, out) with gate and up interleaved."""
+    names = {"gate_up_proj": "w_in.weight", "down_proj": "w_out.weight"}
+    names |= {"gate_up_proj_bias": "w_in.bias", "down_proj_bias": "w_out.bias"}
+    return [
+        *hf.modules(hf.layer_names("gpt_oss"), theirs, ours),
+        Rename(f"{theirs}self_attn.sinks", f"{ours}attention.sinks.logits"),
+        *(Rename(f"{theirs}mlp.experts.{a}", f"{ours}ff.{b}") for a, b in names.items()),
+        *(Transpose(f"{ours}ff.{name}.weight") for name in ("w_in", "w_out")),
+        *(HeadsTogether(f"{ours}ff.w_in.{kind}", config.d_ff, parts=2, axis=1) for kind in ("weight", "bias")),
+    ]
+
+
+def _prefixes(config: ModelConfig) -> tuple[str, str, str]:
+    """The prefixes of their modules, of their layers and of ours."""
     prefix = "" if config.head == "none" else "model."
     return prefix, f"{prefix}layers.{{i}}.", f"{_stack(config)}.blocks.{{i}}."
 
@@ -368,7 +406,7 @@ def write_phi3(config: ModelConfig) -> dict[str, Any]:
 
 
 def phi3_steps(config: ModelConfig) -> list[Step]:
-    prefix, theirs, ours = _places(config)
+    prefix, theirs, ours = _prefixes(config)
     fused = {"self_attn.qkv_proj": "attention.w_qkv", "mlp.gate_up_proj": "ff.w_in"}
     names = hf.layer_names("llama line") | hf.layer_names("llama") | fused
     return [*_outer_steps(config, prefix), *hf.modules(names, theirs, ours)]
@@ -380,8 +418,8 @@ _EUROBERT_CLASSES["EuroBertForTokenClassification"] = "tag"
 
 
 def read_eurobert(theirs: hf.ForeignFields) -> ModelConfig:
-    named = hf.ForeignFields({name: x for name, x in theirs.fields.items() if name != "architectures"})
-    ours = _read_common(named, _EUROBERT) | read_rope(theirs)
+    without_class = hf.ForeignFields({name: x for name, x in theirs.fields.items() if name != "architectures"})
+    ours = _read_common(without_class, _EUROBERT) | read_rope(theirs)
     ours |= {"architecture": "encoder", **hf.read_head(theirs, _EUROBERT_CLASSES, "none", "none")}
     biases = dict.fromkeys(("qkv_bias", "out_bias"), theirs.get("attention_bias", False))
     ours |= {**biases, "ff_bias": theirs.get("mlp_bias", False), "head_transform": False}

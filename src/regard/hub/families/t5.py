@@ -1,6 +1,6 @@
 """T5 and T5 1.1 (Raffel et al. 2020): bucketed position bias shared by all layers, RMSNorm, no biases, no √d_k.
 
-mT5 (Xue et al. 2021) is T5 1.1 under other class names; what is saved is called T5.
+mT5 (Xue et al. 2021) is T5 1.1 under other class names; it is saved as T5.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("feed_forward_proj", *_FEED_FORWARD)
     multilingual = theirs.model_type == "mt5"
     ours, tied = hf.read_fields(theirs, _FIELDS), theirs.get("tie_word_embeddings", True)
-    # T5 scales its output by d_model^-0.5 and has the table as its head; 1.1 does not, and has a head of its own.
-    # That used to be ``tie_word_embeddings``. Newer files always say True there, whatever they hold.
+    # T5 scales its output by d_model^-0.5 and ties its head to the embeddings; 1.1 does neither. Older files tell them
+    # apart by ``tie_word_embeddings``, which is always True in newer ones.
     scaled = bool(theirs.get("scale_decoder_outputs", tied and not multilingual))
     if scaled and not tied:
         both = "scale_decoder_outputs=True with tie_word_embeddings=False"
-        raise ValueError(f"config.json has {both}; T5 has both and T5 1.1 neither")
+        raise ValueError(f"config.json has {both}; both are True in T5 and False in T5 1.1")
     architecture, head = theirs.head(_ARCHITECTURES)
     return ModelConfig(
         architecture=architecture,
@@ -63,7 +63,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     heads = {name: head for name, (kind, head) in _ARCHITECTURES.items() if kind == config.architecture}
     forward = {ours: theirs for theirs, ours in _FEED_FORWARD.items()}
     if config.activation not in forward:
-        raise ValueError(f"activation={config.activation!r} is none of T5's: {', '.join(forward)}")
+        raise ValueError(f"activation={config.activation!r} is not one of T5's: {', '.join(forward)}")
     return {
         "model_type": "t5",
         "architectures": hf.write_head(config, heads)["architectures"],
@@ -80,7 +80,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OwnHead(Step):
-    """A head of its own, which transformers leaves out of a file as long as it is still one with the table."""
+    """An untied head; transformers leaves it out of the file while it still shares memory with the table."""
 
     head: str
     table: str

@@ -1,6 +1,6 @@
-"""How good the output is: translations, classes, captions, language models; and what to look at first.
+"""Metrics of translations, classes, captions, retrieval and language models, and their comparison by bootstrap.
 
-Every metric comes as a function (a small result with ``.to_dict()``) and as ``*_statistics`` (what each example adds to
-it), which the paired bootstrap resamples.
-BLEU and chrF count from 0 to 100 as sacreBLEU does; accuracy, F1 and exact match are shares from 0 to 1.
+Each metric is a function that returns a result with ``.to_dict()``, and a ``*_statistics`` function that returns the
+contribution of each example, which the paired bootstrap resamples.
+BLEU and chrF range from 0 to 100 as in sacreBLEU; accuracy, F1 and exact match from 0 to 1.
 """

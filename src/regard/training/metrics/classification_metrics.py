@@ -1,6 +1,6 @@
-"""Classes: accuracy, precision, recall and F1 of each, their mean, and who is taken for whom.
+"""Classification: accuracy, precision, recall and F1 of each class, macro F1, and the confusion matrix.
 
-precision = tp / predicted, recall = tp / true, F1 = 2 tp / (predicted + true); macro F1 is the mean of the classes' F1.
+precision = tp / predicted, recall = tp / true, F1 = 2 tp / (predicted + true); macro F1 is the mean F1 over classes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .statistics import Floats, MetricResult, Statistics, mean_statistics, need_
 
 @dataclass(frozen=True)
 class ClassScores(MetricResult):
-    """One class. What is asked of nothing (the precision of a class never predicted) is 0."""
+    """The scores of one class; a ratio without a denominator (the precision of a class never predicted) is 0."""
 
     label: str
     precision: float
@@ -28,19 +28,19 @@ class ClassScores(MetricResult):
 
 @dataclass(frozen=True)
 class ClassificationScores(MetricResult):
-    """How well classes were told apart; shares from 0 to 1."""
+    """The scores of a classifier, from 0 to 1."""
 
     n: int
     accuracy: float
-    macro_f1: float  # the mean over classes that occur, as truth or as prediction
+    macro_f1: float  # mean over the classes that occur in truth or prediction
     classes: tuple[ClassScores, ...]
-    confusion: tuple[tuple[int, ...], ...]  # confusion[i][j]: how often i was taken for j
+    confusion: tuple[tuple[int, ...], ...]  # confusion[i][j]: how often j was predicted for i
 
 
 def classification(
     predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None = None
 ) -> ClassificationScores:
-    """``predicted`` and ``truth`` are class numbers (N,), ``labels`` their names, or how many; None: all that occur."""
+    """``predicted`` and ``truth`` are class indices (N,); ``labels`` their names or number (default: all)."""
     guess, true, names = _classes(predicted, truth, labels)
     size = len(names)
     confusion = np.bincount(true * size + guess, minlength=size * size).reshape(size, size)
@@ -53,22 +53,22 @@ def classification(
 
 
 def accuracy_statistics(predicted: ArrayLike, truth: ArrayLike) -> Statistics:
-    """1 where the class is right."""
+    """1 for each example whose class is correct."""
     guess, true, _ = _classes(predicted, truth, None)
     return mean_statistics("accuracy", guess == true)
 
 
 def macro_f1_statistics(predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str]) -> Statistics:
-    """Hits, predictions and truths of each class (N, 3 · classes), and macro F1 of their sums."""
+    """Hits, predictions and true members of each class (N, 3 · classes); the score is the macro F1 of their sums."""
     guess, true, names = _classes(predicted, truth, labels)
-    own = np.arange(len(names))
-    is_guess, is_true = guess[:, None] == own, true[:, None] == own
+    classes = np.arange(len(names))
+    is_guess, is_true = guess[:, None] == classes, true[:, None] == classes
     rows = np.concatenate([is_guess & is_true, is_guess, is_true], axis=1).astype(np.float64)
     return Statistics("macro F1", rows, lambda sums: macro_f1_of_counts(*np.split(sums, 3, axis=-1)))
 
 
 def macro_f1_of_counts(hits: NDArray[np.number], n_predicted: NDArray[np.number], n_true: NDArray[np.number]) -> Floats:
-    either = n_predicted + n_true  # a class that never occurs has no F1, and is left out of the mean
+    either = n_predicted + n_true  # classes that never occur are left out of the mean
     return np.asarray(share(2 * hits, either).sum(-1) / (either > 0).sum(-1))
 
 
@@ -79,7 +79,7 @@ def share(part: NDArray[np.number], whole: NDArray[np.number]) -> Floats:
 def _classes(
     predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
-    """Both as checked class numbers, and the name of every class."""
+    """Both as checked class indices, and the name of every class."""
     guess, true = np.asarray(predicted), np.asarray(truth)
     for name, ids in (("predicted", guess), ("truth", true)):
         if ids.ndim != 1:

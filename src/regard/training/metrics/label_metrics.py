@@ -1,4 +1,4 @@
-"""Labels that are not one class of a text: several at once, numbers, and a tag for every word."""
+"""Metrics for multi-label classification, regression and tagging."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from ...text.words import entity_spans, has_entities
 from .classification_metrics import ClassScores, macro_f1_of_counts, share
 from .statistics import Floats, MetricResult, Statistics, mean_statistics
 
-Held = NDArray[np.bool_]  # (N, labels): which labels hold
+MultiHot = NDArray[np.bool_]  # (N, labels): the labels of each example
 
 
 @dataclass(frozen=True)
 class MultiLabelScores(MetricResult):
-    """How well labels were told to hold or not; shares from 0 to 1."""
+    """The scores of a multi-label classifier, from 0 to 1."""
 
     n: int
-    macro_f1: float  # the mean over labels that occur, as truth or as prediction
-    micro_f1: float  # of all decisions together
-    exact: float  # examples with all labels right
+    macro_f1: float  # mean over the labels that occur in truth or prediction
+    micro_f1: float  # over all decisions together
+    exact: float  # share of examples with all labels correct
     classes: tuple[ClassScores, ...]
 
 
-def multi_label(predicted: Held, truth: Held, labels: Sequence[str]) -> MultiLabelScores:
-    """``predicted`` and ``truth`` say for each example (rows) which of ``labels`` (columns) hold."""
+def multi_label(predicted: MultiHot, truth: MultiHot, labels: Sequence[str]) -> MultiLabelScores:
+    """``predicted`` and ``truth`` have a row per example and a column per label."""
     hits, n_predicted, n_true = (x.sum(0) for x in (predicted & truth, predicted, truth))
     shares = (share(hits, n_predicted), share(hits, n_true), share(2 * hits, n_predicted + n_true))
     columns = zip(labels, *(x.tolist() for x in (*shares, n_true, n_predicted)), strict=True)
@@ -35,10 +35,10 @@ def multi_label(predicted: Held, truth: Held, labels: Sequence[str]) -> MultiLab
     return MultiLabelScores(len(truth), macro, micro, exact, tuple(ClassScores(*row) for row in columns))
 
 
-def multi_label_statistics(predicted: Held, truth: Held) -> list[Statistics]:
-    """Micro F1, macro F1 and exact matches, each a function of sums over examples."""
+def multi_label_statistics(predicted: MultiHot, truth: MultiHot) -> list[Statistics]:
+    """Micro F1, macro F1 and exact match, each a function of sums over examples."""
     counts = [x.astype(np.float64) for x in (predicted & truth, predicted, truth)]
-    totals = np.stack([x.sum(1) for x in counts], axis=1)  # (N, 3): hits, predictions, truths
+    totals = np.stack([x.sum(1) for x in counts], axis=1)  # (N, 3): hits, predicted, true
     micro = Statistics("micro F1", totals, lambda sums: share(2 * sums[..., 0], sums[..., 1] + sums[..., 2]))
     each = np.concatenate(counts, axis=1)
     macro = Statistics("macro F1", each, lambda sums: macro_f1_of_counts(*np.split(sums, 3, axis=-1)))
@@ -47,7 +47,7 @@ def multi_label_statistics(predicted: Held, truth: Held) -> list[Statistics]:
 
 @dataclass(frozen=True)
 class RegressionScores(MetricResult):
-    """How near numbers came; the correlations are 0 where either side is constant."""
+    """The scores of a regression; a correlation is 0 if either side is constant."""
 
     pearson: float
     spearman: float
@@ -55,7 +55,7 @@ class RegressionScores(MetricResult):
 
 
 def regression(predicted: Floats, truth: Floats) -> RegressionScores:
-    """Pearson's r, Spearman's ρ (of ranks, ties sharing their mean), and the mean squared error."""
+    """Pearson's r, Spearman's ρ (ties share their mean rank), and the mean squared error."""
     pearson, spearman = (
         float(np.asarray(_pearson(_moments(*xy).sum(0))))
         for xy in ((predicted, truth), (_ranks(predicted), _ranks(truth)))
@@ -69,7 +69,7 @@ def regression_statistics(predicted: Floats, truth: Floats) -> list[Statistics]:
 
 
 def _moments(x: Floats, y: Floats) -> Floats:
-    """(N, 6), whose sums give the correlation; centred, so that large numbers of small spread keep their digits."""
+    """Moments (N, 6) whose sums give the correlation; centred first, so that no digits are lost in the differences."""
     x, y = x - x.mean(), y - y.mean()
     return np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=1)
 
@@ -81,24 +81,24 @@ def _pearson(sums: Floats) -> Floats:
 
 
 def _ranks(values: Floats) -> Floats:
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    _, inverse, count = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(count)
-    return (last - (count - 1) / 2)[place]
+    return (last - (count - 1) / 2)[inverse]
 
 
 @dataclass(frozen=True)
 class TaggingScores(MetricResult):
-    """How well words were tagged; shares from 0 to 1."""
+    """The scores of a tagger, from 0 to 1."""
 
     n_words: int
-    accuracy: float  # of words
-    f1: float  # of entities, all types together, where tags are B-X, I-X and O; else the mean over tags
-    classes: tuple[ClassScores, ...]  # of entity types, or of tags
+    accuracy: float  # share of words with the correct tag
+    f1: float  # over all entities if tags are B-X, I-X and O; else the macro F1 of tags
+    classes: tuple[ClassScores, ...]  # one per entity type, or per tag
 
 
 def tagging(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> TaggingScores:
-    """``predicted`` and ``truth`` are the tags of sentences. Entities count as in conlleval and seqeval: an entity is
-    right where its type, its first and its last word are."""
+    """``predicted`` and ``truth`` are the tags of each sentence. As in conlleval and seqeval, an entity is correct if
+    its type, its first word and its last word are."""
     accuracy, f1 = (each.corpus() for each in tagging_statistics(predicted, truth))
     classes, counts = _unit_counts(predicted, truth)
     hits, n_predicted, n_true = counts.sum(0)
@@ -110,28 +110,28 @@ def tagging(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) 
 
 def tagging_statistics(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> list[Statistics]:
     """Accuracy of words, and F1 of entities or tags, each a function of sums over sentences."""
-    right = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(predicted, truth, strict=True)]
-    accuracy = mean_statistics("accuracy", right, [max(1, len(tags)) for tags in truth])
+    n_correct = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(predicted, truth, strict=True)]
+    accuracy = mean_statistics("accuracy", n_correct, [max(1, len(tags)) for tags in truth])
     _, counts = _unit_counts(predicted, truth)
     if not _are_entities(truth):
         rows = counts.reshape(len(counts), -1)
         return [accuracy, Statistics("macro F1", rows, lambda sums: macro_f1_of_counts(*np.split(sums, 3, axis=-1)))]
-    totals = counts.sum(-1)  # (N, 3): hits, predictions, truths
+    totals = counts.sum(-1)  # (N, 3): hits, predicted, true
     f1 = Statistics("entity F1", totals, lambda sums: share(2 * sums[..., 0], sums[..., 1] + sums[..., 2]))
     return [accuracy, f1]
 
 
 def _unit_counts(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> tuple[list[str], Floats]:
-    """Types of entities, or tags, and (N, 3, types): how many of each sentence were hit, predicted, and there."""
+    """The entity types or tags, and for each sentence the numbers of hits, predicted and true ones (N, 3, types)."""
     units = entity_spans if _are_entities(truth) else lambda tags: [(tag, i, i) for i, tag in enumerate(tags)]
     pairs = [(set(units(a)), set(units(b))) for a, b in zip(predicted, truth, strict=True)]
     names = sorted({kind for pair in pairs for spans in pair for kind, _, _ in spans})
-    place = {name: index for index, name in enumerate(names)}
+    column = {name: index for index, name in enumerate(names)}
     counts = np.zeros((len(pairs), 3, len(names)))
-    for row, (said, true) in enumerate(pairs):
-        for which, spans in enumerate((said & true, said, true)):
+    for row, (guess, true) in enumerate(pairs):
+        for i, spans in enumerate((guess & true, guess, true)):
             for kind, _, _ in spans:
-                counts[row, which, place[kind]] += 1
+                counts[row, i, column[kind]] += 1
     return names, counts
 
 

@@ -1,4 +1,4 @@
-"""Language models: perplexity = exp(mean loss), bits per character, perplexity of a long text by sliding windows."""
+"""Metrics of language models: perplexity = exp(mean loss), bits per character, perplexity by sliding windows."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from ...text.tokenizer import Tokenizer
 from ..loss import Batch, token_losses
 from .statistics import MetricResult, Statistics, mean_statistics
 
-_PASSAGE = 64  # tokens shown and resampled together, as neighbouring tokens are not independent
-_SPAN = 256  # characters resampled together where two models have different tokens
-_Unit = tuple[int, int]  # a document, and which span of 256 characters of it
+_PASSAGE = 64  # tokens shown and resampled together, because neighbouring tokens are not independent
+_SPAN = 256  # characters resampled together if two models have different tokens
+_Unit = tuple[int, int]  # a document and a span of 256 characters in it (-1: the whole document)
 
 
 @dataclass(frozen=True)
 class LanguageScores(MetricResult):
-    """How well text was foreseen. Perplexity is per token of this tokenizer; bits per character do not depend on it."""
+    """The scores of a language model. Perplexity depends on the tokenizer, bits per character do not."""
 
-    loss: float  # mean, in nats a token
+    loss: float  # mean in nats per token
     perplexity: float
     n_tokens: int
     bits_per_character: float | None = None
 
 
 def perplexity(mean_loss: float) -> float:
-    """exp(mean loss in nats); infinite where that is past what a float holds."""
+    """exp(mean loss in nats); infinity on overflow."""
     if math.isnan(mean_loss):
         raise ValueError("the mean loss is not a number")
     return math.exp(mean_loss) if mean_loss < 709.0 else math.inf
 
 
 def language_model(total_loss: float, n_tokens: int, n_characters: int | None = None) -> LanguageScores:
-    """From the sum of the loss over tokens, in nats; characters are those of the text that was scored."""
+    """Scores from the loss summed over tokens, in nats; ``n_characters`` is the length of the scored text."""
     for name, count in (("n_tokens", n_tokens), ("n_characters", n_characters)):
         if count is not None and count < 1:
             raise ValueError(f"{name}={count}: there is nothing to score")
@@ -52,7 +52,7 @@ def language_model(total_loss: float, n_tokens: int, n_characters: int | None = 
 
 
 def loss_statistics(total_losses: ArrayLike, counts: ArrayLike | None = None) -> Statistics:
-    """The summed loss and number of targets of every example; the score is the mean over targets, lower is better."""
+    """The summed loss and the number of targets of each example; the score is the mean over targets."""
     return mean_statistics("loss", total_losses, counts, higher_is_better=False)
 
 
@@ -64,18 +64,18 @@ def strided_losses(
     *,
     batch_size: int = 8,
 ) -> NDArray[np.float32]:
-    """-log p of tokens 1, 2, … (N - 1,): windows of ``context`` inputs end ``stride`` apart, each scores what is new.
+    """-log p of tokens 1, 2, … (N - 1,), by windows of ``context`` inputs that move by ``stride``.
 
-    The first window scores all of its targets, so those see fewer tokens. The last one ends with the text and is as
-    wide as the others, which means all windows stack into batches and nothing is padded. stride = context is the
-    cheapest and reads too high; stride = 1 gives every token its full context. A memory-mapped array is read window
-    by window.
+    Each window scores only its new targets; the first one scores all, so those have less context. The last window ends
+    with the text and is as wide as the others, so windows are batched without padding. stride = context is cheapest
+    but overestimates the loss; stride = 1 gives every token its full context. A memory-mapped array is read window by
+    window.
     """
     tokens = tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens
     if getattr(tokens, "ndim", 1) != 1:
         raise ValueError(f"tokens have shape {tuple(np.shape(tokens))}, but must be one text (N,)")
     if len(tokens) < 2:
-        raise ValueError(f"tokens has {len(tokens)} tokens, but the first to be scored is the second")
+        raise ValueError(f"tokens has {len(tokens)} tokens, but at least 2 are needed: the second is the first scored")
     if not 1 <= stride <= context:
         raise ValueError(f"stride={stride} is not between 1 and context={context}")
     check_positive(batch_size=batch_size)
@@ -95,7 +95,7 @@ def strided_losses(
 
 
 def _window_losses(model: Decoder, tokens: Any, windows: list[tuple[int, int]], width: int) -> NDArray[np.float32]:
-    """The losses of the new targets of some windows, in the order of the text."""
+    """The losses of the new targets of a batch of windows, in the order of the text."""
     ids = torch.stack([torch.from_numpy(np.array(tokens[end - width : end + 1], dtype=np.int64)) for _, end in windows])
     if ids.min() < 0 or ids.max() >= model.config.vocab_size:
         odd = int(ids.min() if ids.min() < 0 else ids.max())
@@ -108,14 +108,14 @@ def _window_losses(model: Decoder, tokens: Any, windows: list[tuple[int, int]], 
 
 @dataclass(frozen=True, eq=False)
 class TextLosses:
-    """All tokens of some texts and -log p of each; NaN where a token was not predicted."""
+    """All tokens of a set of texts, with -log p of each; NaN for tokens that were not predicted."""
 
     tokenizer: Tokenizer
     texts: list[str]
     tokens: NDArray[Any]
-    starts: NDArray[np.int64]  # where each document starts, and one past the end of the last
+    starts: NDArray[np.int64]  # the start of each document, and the end of the last
     losses: NDArray[np.float64]
-    predictions: NDArray[np.int64]  # the likeliest token in each place; −1 where none was predicted
+    predictions: NDArray[np.int64]  # the most likely token at each position; -1 if none was predicted
 
     @property
     def scored(self) -> NDArray[np.bool_]:
@@ -123,11 +123,11 @@ class TextLosses:
 
     @property
     def n_characters(self) -> int:
-        """Of the scored tokens: a text's first token has no context, and an incomplete last block is not read."""
+        """Characters of the scored tokens; the first token of a text and an incomplete last block are not scored."""
         return sum(map(len, self.texts)) - len(self.tokenizer.decode(self.tokens[~self.scored]))
 
     def passages(self) -> Iterator[slice]:
-        """Runs of at most 64 tokens, none of them in two documents."""
+        """Slices of at most 64 tokens, each within one document."""
         for start, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
             for first in range(start, end, _PASSAGE):
                 yield slice(first, min(first + _PASSAGE, end))
@@ -137,7 +137,7 @@ class TextLosses:
         return language_model(total, n, max(self.n_characters, 0) or None)
 
     def with_stride(self, model: Decoder, context: int, stride: int) -> TextLosses:
-        """The same texts scored with windows that move by ``stride``; none reaches into another document."""
+        """The same texts scored by ``strided_losses``, document by document."""
         losses = np.full(len(self.tokens), np.nan)
         for start, end in zip(self.starts[:-1].tolist(), self.starts[1:].tolist(), strict=True):
             if end - start > 1:
@@ -146,20 +146,20 @@ class TextLosses:
 
 
 def paired_texts(a: TextLosses, b: TextLosses, *, masked: bool = False) -> list[tuple[Statistics, Statistics]]:
-    """What a comparison of two language models resamples: the loss by token where they have the same tokens, else bits
-    per character, which do not depend on the tokenizer."""
+    """The statistics by which two language models are compared: the loss per token if they have the same tokens, else
+    bits per character, which do not depend on the tokenizer."""
     if a.texts != b.texts:
-        raise ValueError("the two models were asked about different texts")
+        raise ValueError("the two models were evaluated on different texts")
     if not (np.array_equal(a.tokens, b.tokens) and np.array_equal(a.starts, b.starts)):
         if masked:
-            raise ValueError("the two models have different tokens, so what is hidden from them cannot be compared")
+            raise ValueError("the two models have different tokens, so their masked tokens cannot be compared")
         return [_by_characters(a, b)]
     both = a.scored & b.scored
-    passages = [place for place in a.passages() if both[place].any()]
-    counts = [int(both[place].sum()) for place in passages]
+    passages = [passage for passage in a.passages() if both[passage].any()]
+    counts = [int(both[passage].sum()) for passage in passages]
 
     def sums(values: NDArray[Any]) -> list[float]:
-        return [float(values[place][both[place]].sum()) for place in passages]
+        return [float(values[passage][both[passage]].sum()) for passage in passages]
 
     loss_a, loss_b = (loss_statistics(sums(x.losses), counts) for x in (a, b))
     if not masked:
@@ -169,7 +169,8 @@ def paired_texts(a: TextLosses, b: TextLosses, *, masked: bool = False) -> list[
 
 
 def _by_characters(a: TextLosses, b: TextLosses) -> tuple[Statistics, Statistics]:
-    """Spans of a text where the tokens of both give it back, so that passages in it are known; else documents."""
+    """Bits per character, resampled by spans of text if the tokens of both models decode to the exact text, else by
+    documents."""
     if all(_round_trips(x) for x in (a, b)):
         both = [_bits_by_spans(x) for x in (a, b)]
     elif len(a.texts) > 1:
@@ -177,14 +178,14 @@ def _by_characters(a: TextLosses, b: TextLosses) -> tuple[Statistics, Statistics
         both = [{(n, -1): float(np.nansum(x)) / math.log(2) for n, x in enumerate(losses)} for losses in documents]
     else:
         raise ValueError(
-            "the two models have different tokens, and those of one do not give the text back exactly: as there is "
-            "only one document, they cannot be compared"
+            "the two models have different tokens, and those of one do not decode to the exact text; with a single "
+            "document, they cannot be compared"
         )
     units = sorted(both[0].keys() & both[1].keys())
     if not units:
         raise ValueError("the text is too short to compare models with different tokens on it")
     lengths = [len(text) for text in a.texts]
-    sizes = [lengths[n] if place < 0 else min(_SPAN, lengths[n] - place * _SPAN) for n, place in units]
+    sizes = [lengths[n] if span < 0 else min(_SPAN, lengths[n] - span * _SPAN) for n, span in units]
     ours, theirs = (
         mean_statistics("bits per character", [bits[x] for x in units], sizes, higher_is_better=False) for bits in both
     )
@@ -199,19 +200,20 @@ def _round_trips(text_losses: TextLosses) -> bool:
 
 
 def _bits_by_spans(text_losses: TextLosses) -> dict[_Unit, float]:
-    """A token belongs to where it begins. Spans that were not scored to their last character are left out."""
+    """The bits of each span of characters; a token belongs to the span it begins in. Spans that were not scored
+    completely are left out."""
     bits: dict[_Unit, float] = {}
-    unread: set[_Unit] = set()
+    incomplete: set[_Unit] = set()
     for document, start in enumerate(text_losses.starts[:-1].tolist()):
         tokens = text_losses.tokens[start : text_losses.starts[document + 1]].tolist()
         for piece in text_losses.tokenizer.token_spans(tokens):
             losses = text_losses.losses[start + piece.first : start + piece.last]
             unit = document, piece.start // _SPAN
             if piece.end > piece.start and np.isnan(losses).any():
-                unread.add(unit)
+                incomplete.add(unit)
             bits[unit] = bits.get(unit, 0.0) + float(np.nansum(losses)) / math.log(2)
     ends = {(n, len(text) // _SPAN) for n, text in enumerate(text_losses.texts) if len(text) % _SPAN == 0}
-    # The <eos> of a document that fills its last span begins past it, where there is no character to pay for.
-    for document, place in ends & bits.keys():
-        bits[document, place - 1] = bits.get((document, place - 1), 0.0) + bits.pop((document, place))
-    return {unit: value for unit, value in bits.items() if unit not in unread}
+    # If a document fills its last span, its <eos> begins in a span without characters: count it to the one before.
+    for document, span in ends & bits.keys():
+        bits[document, span - 1] = bits.get((document, span - 1), 0.0) + bits.pop((document, span))
+    return {unit: value for unit, value in bits.items() if unit not in incomplete}

@@ -1,4 +1,4 @@
-"""What metrics have in common: results that can be written down, and per-example statistics that add up to a score."""
+"""The common part of metrics: results for JSON, and per-example statistics whose sum gives a corpus score."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...foundation.checks import check_positive
 from ...foundation.jsonio import to_jsonable
 
 Floats = NDArray[np.float64]
-References = Sequence[str] | Sequence[Sequence[str]]  # for each example its reference, or its references
-NOT_WRITTEN = {"written": False}  # the metadata of a field that stays out of a result's document
-_DRAWS_AT_ONCE = 1 << 20  # numbers drawn at a time: memory stays small however many examples there are
+References = Sequence[str] | Sequence[Sequence[str]]  # one or several references for each example
+NOT_WRITTEN = {"written": False}  # metadata of a field that ``to_dict`` leaves out
+_MAX_DRAWS = 1 << 20  # examples drawn at once, to bound memory
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class MetricResult:
     """A result that is written as JSON."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Names and values for JSON, without what is None; null where a number is not finite, which JSON cannot say."""
+        """Names and values for JSON, without None; numbers that are not finite become null."""
         written = ((field.name, getattr(self, field.name)) for field in fields(self) if field.metadata != NOT_WRITTEN)
         return {name: to_jsonable(value) for name, value in written if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """What a corpus metric needs of each example: rows (N, K) that add up, and the score of such sums (…, K) → (…).
+    """A corpus metric as a function of sums: rows (N, K), one per example, and the score of their sum, (…, K) → (…).
 
-    A corpus score is not the mean of sentence scores (BLEU adds up its counts first), but it is always a function
-    of a sum. So a resampled corpus costs one matrix product, and no text is looked at again.
+    A corpus score is not the mean of sentence scores (BLEU sums its counts first), but it is a function of a sum. So
+    resampling a corpus takes one matrix product and does not look at the texts again.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Statistics:
         return float(self.score(self.rows.sum(0, keepdims=True))[0])
 
     def each(self) -> Floats:
-        """The score of every example by itself (N,)."""
+        """The score of each example on its own (N,)."""
         return self.score(self.rows)
 
 
@@ -74,21 +74,21 @@ def mean_statistics(
 
 
 def need_pairs(**lists: Sequence[Any] | NDArray[Any]) -> int:
-    """The number of examples, when every list has that many and there is at least one."""
-    (first, one), *rest = ((name, len(items)) for name, items in lists.items())
+    """The number of examples; ValueError unless all lists have the same number, at least one."""
+    (first, n_first), *rest = ((name, len(items)) for name, items in lists.items())
     for name, n in rest:
-        if n != one:
-            raise ValueError(f"{first} has {one} examples, but {name} has {n}")
-    if one == 0:
+        if n != n_first:
+            raise ValueError(f"{first} has {n_first} examples, but {name} has {n}")
+    if n_first == 0:
         raise ValueError(f"{first} is empty: there is nothing to score")
-    return one
+    return n_first
 
 
 def reference_lists(hypotheses: Sequence[str], references: References) -> list[list[str]]:
     """The references of every example as a list, checked against the hypotheses."""
     for name, texts in (("hypotheses", hypotheses), ("references", references)):
         if isinstance(texts, str):
-            raise TypeError(f"{name} is one text, but must be a list of them")
+            raise TypeError(f"{name} is a single text, but must be a list of texts")
     need_pairs(hypotheses=hypotheses, references=references)
     lists = [[own] if isinstance(own, str) else list(own) for own in references]
     for i, own in enumerate(lists):
@@ -99,16 +99,16 @@ def reference_lists(hypotheses: Sequence[str], references: References) -> list[l
 
 @dataclass(frozen=True)
 class Comparison(MetricResult):
-    """System b against system a over the same examples."""
+    """System b compared with system a on the same examples."""
 
     metric: str
     a: float
     b: float
     difference: float  # b - a
-    low: float
-    high: float  # 95 % of the resampled differences lie from low to high
-    p_value: float  # how often chance alone would give a difference of this size or more, in either direction
-    b_wins: float  # share of resamples where b is better than a, ties counting half: Koehn's own number
+    low: float  # 95 % of the resampled differences lie between low and high
+    high: float
+    p_value: float  # two-sided: the probability of a difference at least this large between equal systems
+    b_wins: float  # share of resamples in which b is better than a, ties counted half (Koehn 2004)
     n: int
     samples: int
     seed: int
@@ -116,10 +116,10 @@ class Comparison(MetricResult):
 
 
 def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: int = 0) -> Comparison:
-    """Both systems on the same resamples.   p = (1 + #{|d* - d| ≥ |d|}) / (1 + samples), d = score(b) - score(a)
+    """Compare two systems on the same resamples (Koehn 2004), with d = score(b) - score(a).
 
-    The resampled d* scatter around d; moved to scatter around 0, they show what equal systems would do. The same
-    seed draws the same examples on every machine and for every metric.
+    p = (1 + #{|d* - d| ≥ |d|}) / (1 + samples): the resampled d* scatter around d; shifted to scatter around 0, they
+    show what equal systems would do. A seed draws the same examples on every machine and for every metric.
     """
     for name, ours, theirs in (("metric", a.name, b.name), ("signature", a.signature, b.signature)):
         if ours != theirs:
@@ -127,13 +127,13 @@ def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: in
     n = need_pairs(a=a.rows, b=b.rows)
     check_positive(samples=samples)
     score_a, score_b = a.corpus(), b.corpus()
-    at_once = max(1, _DRAWS_AT_ONCE // n)
-    parts = []  # of the resampled differences: both systems on the same draws
-    for start in range(0, samples, at_once):
-        counts = _counts(n, start, min(start + at_once, samples), seed)
+    chunk = max(1, _MAX_DRAWS // n)
+    parts = []  # resampled differences, both systems on the same draws
+    for start in range(0, samples, chunk):
+        counts = _counts(n, start, min(start + chunk, samples), seed)
         parts.append(b.score(counts @ b.rows) - a.score(counts @ a.rows))
     differences, difference = np.concatenate(parts), score_b - score_a
-    # A rounding error must not make a difference of exactly the observed size look smaller than it.
+    # Differences of exactly the observed size must count despite rounding errors.
     slack = 1e-9 * max(abs(score_a), abs(score_b))
     as_far = int((np.abs(differences - difference) >= abs(difference) - slack).sum())
     better = differences if a.higher_is_better else -differences
@@ -155,8 +155,8 @@ def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: in
 
 
 def _counts(n: int, start: int, stop: int, seed: int) -> NDArray[np.float64]:
-    """How often samples start … stop - 1 draw each example: (stop - start, n), every row adding up to n."""
-    places = np.arange(start * n, stop * n)
-    drawn = hashing.integers(hashing.stable_key("bootstrap", seed), places, n)
-    cells = drawn + np.repeat(np.arange(stop - start) * n, n)
+    """How often each of the samples start … stop - 1 draws each example (stop - start, n); rows sum to n."""
+    draws = np.arange(start * n, stop * n)
+    examples = hashing.integers(hashing.stable_key("bootstrap", seed), draws, n)
+    cells = examples + np.repeat(np.arange(stop - start) * n, n)
     return np.bincount(cells, minlength=(stop - start) * n).reshape(-1, n).astype(np.float64)

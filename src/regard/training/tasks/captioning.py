@@ -1,4 +1,4 @@
-"""Captions: an image, and what is said about it."""
+"""Captioning: describing an image in words."""
 
 from __future__ import annotations
 
@@ -9,43 +9,61 @@ from typing import Any, ClassVar, cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...config import DataConfig, ModelConfig
-from ...data.batching import BatchPlan
+from ...config import DataConfig, ModelConfig, RunConfig
+from ...data.batching import BatchPlan, index_groups, truncate
 from ...data.examples import Example, ImageExample, image_name
+from ...data.sources import Source
+from ...errors import UsageError
 from ...generation import GenerateConfig, generate
 from ...models import Model
 from ...text.processor import Processor
+from ...text.tokenizer import PAD
+from ...text.tokenizer_training import Template
 from ..loss import Batch, shift_targets
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import ExampleResult, ImageTask, SkippedExamples, index_groups, truncate
+from .task import ExampleResult, ImageTask, SkippedExamples
 
 
 class CaptionTask(ImageTask):
-    """An encoder over patches, a decoder over words (Xu et al. 2015, with a ViT for the convolutions).
+    """An encoder over patches and a decoder over words (Xu et al. 2015, with a ViT in place of the convolutions).
 
-    Each epoch shows each image once, with one of its captions in turn.
+    An epoch shows each image once, with a different one of its captions each time.
     """
 
     name = "caption"
     command = "caption"
     kinds = ("captions",)
-    template = "eos"
+    template: ClassVar[Template] = "eos"
     metric_keys: ClassVar[Mapping[str, str]] = {
         "loss": "valid_loss",
         "bleu": "bleu_4",
         "cider": "cider",
         "exact": "exact",
     }
-    evaluation_options = ("beam", "length_penalty")
+    evaluation_options: ClassVar[tuple[str, ...]] = ("beam", "length_penalty")
     processor_parts = ("target", "image")
 
     @classmethod
+    def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
+        """The config with the tokens and lengths of ``train.language_model``, if there is one."""
+        config = super().complete_config(config, source)
+        if (path := config.train.language_model) is None or cls.name != "caption":  # subclasses refuse it later
+            return config
+        language, _ = _read_language_model(path)
+        tokens = {name: getattr(language, name) for name in ("vocab_size", "pad_id", "bos_id", "eos_id")}
+        lengths = {"max_len": language.max_len, "max_target_len": language.max_len}
+        return config.with_(model=config.model.with_(text_model=language, target_vocab_size=None, **tokens, **lengths))
+
+    @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
-        longest = model.max_target_len or model.max_len
-        return DataConfig(max_len=longest, max_target_len=longest)
+        max_len = model.max_target_len or model.max_len
+        return DataConfig(max_len=max_len, max_target_len=max_len)
 
     def _new_processor(self) -> Processor:
+        if self.config.train.language_model is not None:
+            _, processor = _read_language_model(self.config.train.language_model)
+            return Processor(target=processor.source, image=self._new_image_processor())
         texts = [text for x in self.first(self.source.train, 40_000) for text in cast(ImageExample, x).captions]
         return Processor(target=self._new_tokenizer(texts), image=self._new_image_processor())
 
@@ -63,14 +81,14 @@ class CaptionTask(ImageTask):
 
     @cached_property
     def _images(self) -> list[tuple[int, Sequence[str]]]:
-        """The images to learn from, by number, and their captions; too long ones may have to go."""
+        """The indices of the training images and their captions, without those dropped as too long."""
         examples = cast(Sequence[ImageExample], self.source.train)
         if self.config.data.too_long != "drop":
             return [(i, x.captions) for i, x in enumerate(examples)]
         images: list[tuple[int, Sequence[str]]] = []
         n_dropped = 0
         for i, x in enumerate(examples):
-            rows = zip(x.captions, self.tokenizer.encode_all(x.captions), strict=True)
+            rows = zip(x.captions, self._encode(x.captions), strict=True)
             captions = [text for text, row in rows if len(row) <= self._max_target_len]
             n_dropped += len(x.captions) - len(captions)
             if captions:
@@ -85,7 +103,7 @@ class CaptionTask(ImageTask):
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         chosen = [self._images[i] for i in index]
         captions = [texts[(epoch + i) % len(texts)] for i, texts in chosen]
-        rows, n_longer = truncate(self.tokenizer.encode_all(captions), self._max_target_len)
+        rows, n_longer = truncate(self._encode(captions), self._max_target_len)
         if n_longer:
             self.skipped = SkippedExamples(n_cut=self.skipped.n_cut + n_longer, max_len=self._max_target_len)
         return self._collate(self._pixels(self.source.train, [i for i, _ in chosen], epoch), rows)
@@ -94,18 +112,25 @@ class CaptionTask(ImageTask):
         """Every caption of every image."""
         self.n_held_out_cut = 0
         for group in index_groups(len(examples), 64):
-            captions = [(place, text) for place, i in enumerate(group) for text in _captions(examples[i])]
-            which = [place for place, _ in captions]
-            rows, n_longer = truncate(self.tokenizer.encode_all(text for _, text in captions), self._max_target_len)
+            captions = [(image, text) for image, i in enumerate(group) for text in _captions(examples[i])]
+            image_rows = [image for image, _ in captions]
+            rows, n_longer = truncate(self._encode([text for _, text in captions]), self._max_target_len)
             self.n_held_out_cut += n_longer
-            yield [group[place] for place in which], self._collate(self._pixels(examples, group)[which], rows)
+            pixels = self._pixels(examples, group)[image_rows]
+            yield [group[image] for image in image_rows], self._collate(pixels, rows)
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids with the end-of-text token, which the tokenizer of a language model does not add."""
+        end = self.tokenizer.eos_id
+        return [row if row[-1:] == [end] else [*row, end] for row in self.tokenizer.encode_all(texts)]
 
     def _collate(self, pixels: Tensor, rows: list[list[int]]) -> Batch:
-        pad_id = self.tokenizer.pad_id
-        said = self._pad(rows, pad_id, self._max_width)
-        read, wanted = shift_targets(F.pad(said, (1, 0), value=self.tokenizer.bos_id), pad_id)
+        pad_id = self.tokenizer.special_ids.get("pad", PAD)
+        target = self._pad(rows, pad_id, self._max_width)
+        first = self.tokenizer.special_ids.get("bos", self.tokenizer.eos_id)
+        decoder_input, labels = shift_targets(F.pad(target, (1, 0), value=first), pad_id)
         n_tokens = len(rows) * self._n_patches + sum(len(row) + 1 for row in rows)
-        return Batch((pixels, read), wanted, n_tokens=n_tokens)
+        return Batch((pixels, decoder_input), labels, n_tokens=n_tokens)
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
@@ -118,16 +143,26 @@ class CaptionTask(ImageTask):
             generated = generate(model, self._pixels(examples, group).to(model.device), config)
             outputs += [self.tokenizer.decode(tokens) for tokens in generated.tokens]
         references = [list(_captions(x)) for x in examples]
-        found = metrics.captions(outputs, references)
+        results = metrics.captions(outputs, references)
         rows = [
             ExampleResult(image_name(cast(ImageExample, x)), texts, output, score)
-            for x, texts, output, score in zip(examples, references, outputs, found.scores, strict=True)
+            for x, texts, output, score in zip(examples, references, outputs, results.scores, strict=True)
         ]
-        return dict(found.to_dict()), rows
+        return dict(results.to_dict()), rows
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
         measures = (metrics.bleu_n_statistics, metrics.cider_statistics, metrics.exact_statistics)
         return [measure(outputs, references) for measure in measures]
+
+
+def _read_language_model(path: str) -> tuple[ModelConfig, Processor]:
+    """The config and the processor of a language model; UsageError if the model at ``path`` is not one."""
+    from ..initial_model import read_initial_model
+
+    config, processor = read_initial_model(path)
+    if (config.architecture, config.head) != ("decoder", "lm") or processor is None or processor.source is None:
+        raise UsageError(f"train.language_model={path} is not a language model with a tokenizer")
+    return config, processor
 
 
 def _captions(example: Example) -> Sequence[str]:

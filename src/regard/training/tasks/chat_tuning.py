@@ -1,4 +1,4 @@
-"""Chats: learning to answer as the examples do (supervised fine-tuning)."""
+"""Supervised fine-tuning on chats: learning the assistant's answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...config import DataConfig, ModelConfig, RunConfig
-from ...data.batching import BatchPlan
+from ...data.batching import BatchPlan, group_by_length
 from ...data.examples import Chat, Example, Pair, Preference
 from ...data.packing import IGNORE
 from ...data.sources import Source
@@ -24,30 +24,30 @@ from ...text.tokenizer import EOS
 from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task, group_by_length
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task
 
-_MAX_CONTEXT = 1024  # of a model that can read more and does not say what it was trained with
+_MAX_CONTEXT = 1024  # context for models with a longer one whose training context is unknown
 
 
 class ChatTask(Task):
-    """Decoders that answer messages, written as text by the chat template of their processor."""
+    """Decoders that answer messages; the chat template of the processor writes messages as text."""
 
     command = "generate"
     needs_positions = True
 
     def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
         super().__init__(config, source, processor)
-        template, given = self.processor.chat_template, config.data.chat_template
-        if given is not None or template is None:
-            template = PLAIN if given is None else read_template(given)
-        self.processor = replace(self.processor, chat_template=template)
+        template = self.processor.chat_template
+        if config.data.chat_template is not None:
+            template = read_template(config.data.chat_template)
+        self.processor = replace(self.processor, chat_template=PLAIN if template is None else template)
 
     @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
         return DataConfig(max_len=min(model.max_len, _MAX_CONTEXT))
 
     def _new_processor(self) -> Processor:
-        """A tokenizer that also knows the words of the plain template."""
+        """A tokenizer trained on messages as the plain template writes them."""
         texts = [text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS) for text in _texts(x)]
         return Processor(source=self._new_tokenizer(texts))
 
@@ -72,52 +72,54 @@ class ChatTask(Task):
         return [self._template.encode(messages_of(x)) for x in examples]
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
-        """Count what is longer than ``data.max_len``: left out, or with ``too_long=truncate`` cut at the beginning."""
+        """Count the chats longer than ``data.max_len``; they are dropped or, with ``too_long=truncate``, cut."""
         data = self.config.data
         n_longer = sum(length > data.max_len for length in lengths)
-        if n_longer == len(lengths) and data.too_long != "truncate":
-            most = f"every chat has more than data.max_len={data.max_len} tokens, the shortest {min(lengths):,}"
-            raise ValueError(f"{most}; data.too_long=truncate cuts their beginnings")
-        which = "n_cut" if data.too_long == "truncate" else "n_dropped"
-        self.skipped = SkippedExamples(**{which: n_longer}, max_len=data.max_len)
+        if data.too_long == "truncate":
+            self.skipped = SkippedExamples(n_cut=n_longer, max_len=data.max_len)
+            return
+        if n_longer == len(lengths):
+            fault = f"every chat has more than data.max_len={data.max_len} tokens, the shortest {min(lengths):,}"
+            raise ValueError(f"{fault}; data.too_long=truncate cuts their beginnings")
+        self.skipped = SkippedExamples(n_dropped=n_longer, max_len=data.max_len)
 
     def _collate(self, rows: Sequence[EncodedChat]) -> Batch:
-        """tokens (B, T) and the next token of each that is an answer's; of longer chats their last tokens.
+        """Tokens (B, T), with the next token as the target if it is part of an answer; long chats keep their end.
 
-        What pads a row stands after everything it has, where a decoder does not look.
+        Padding is on the right, where a causal decoder does not attend, so no mask is needed.
         """
-        most = self.config.data.max_len
-        ids = [row.ids[-most:] for row in rows]
-        answers = [[index if x else IGNORE for index, x in zip(row.ids, row.is_answer, strict=True)] for row in rows]
+        max_len = self.config.data.max_len
+        ids = [row.ids[-max_len:] for row in rows]
+        answers = [[token if x else IGNORE for token, x in zip(row.ids, row.is_answer, strict=True)] for row in rows]
         tokens = self._pad(ids, self.tokenizer.pad_id if "pad" in self.tokenizer.special_ids else 0, self._max_width)
         targets = torch.full_like(tokens, IGNORE)
-        for row, wanted in enumerate(answers):
-            following = wanted[-most:][1:]
-            targets[row, : len(following)] = torch.tensor(following)
+        for row, answer in enumerate(answers):
+            next_tokens = answer[-max_len:][1:]
+            targets[row, : len(next_tokens)] = torch.tensor(next_tokens)
         return Batch((tokens,), targets, n_tokens=sum(map(len, ids)))
 
     def _write_answers(
         self, model: Model, chats: Sequence[Sequence[Message]], *, beam: int = 1, length_penalty: float = 1.0
     ) -> list[str]:
-        """The model's last answer to each chat, of at most twice as many tokens as the true one and 16 more."""
+        """Generate the last answer of each chat, with at most 2 n + 16 tokens where the true one has n."""
         outputs, references = [""] * len(chats), [chat[-1][1] for chat in chats]
-        limits = [2 * len(ids) + 16 for ids in self.tokenizer.encode_all(references, special=False)]
-        room = [max(1, min(limit, model.config.max_len // 2)) for limit in limits]
+        lengths = [len(ids) for ids in self.tokenizer.encode_all(references, special=False)]
+        limits = [max(1, min(2 * n + 16, model.config.max_len // 2)) for n in lengths]
         prompts = [
-            self._template.encode_prompt(chat[:-1])[-(model.config.max_len - most) :]
-            for chat, most in zip(chats, room, strict=True)
+            self._template.encode_prompt(chat[:-1])[-(model.config.max_len - limit) :]
+            for chat, limit in zip(chats, limits, strict=True)
         ]
         for group in group_by_length([len(ids) for ids in prompts], max(512, 16384 // beam)):
-            limit = min(max(room[i] for i in group), model.config.max_len - len(prompts[group[0]]))
+            limit = min(max(limits[i] for i in group), model.config.max_len - len(prompts[group[0]]))
             config = GenerateConfig(max_new_tokens=limit, beam=beam, length_penalty=length_penalty)
             generated = generate(model, [prompts[i] for i in group], config)
-            for place, tokens in zip(group, generated.tokens, strict=True):
-                outputs[place] = self.tokenizer.decode(tokens).strip()
+            for i, tokens in zip(group, generated.tokens, strict=True):
+                outputs[i] = self.tokenizer.decode(tokens).strip()
         return outputs
 
 
 class SupervisedFineTuning(ChatTask):
-    """The assistant's answers from what stands before them; only answers have a loss (Ouyang et al. 2022)."""
+    """Predict the assistant's answers from the messages before them; only answers have a loss (Ouyang et al. 2022)."""
 
     name = "sft"
     kinds = ("chats", "pairs")
@@ -130,18 +132,18 @@ class SupervisedFineTuning(ChatTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        lengths, most = [len(row.ids) for row in self._encoded_rows], self.config.data.max_len
+        lengths, max_len = [len(row.ids) for row in self._encoded_rows], self.config.data.max_len
         self._check_lengths(lengths)
-        cut = self.config.data.too_long == "truncate"
-        return self._plan_by_length(np.minimum(lengths, most) if cut else lengths, most)
+        truncates = self.config.data.too_long == "truncate"
+        return self._plan_by_length(np.minimum(lengths, max_len) if truncates else lengths, max_len)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate([self._encoded_rows[i] for i in index])
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        rows, most = self._encode(examples), self.config.data.max_len
-        self.n_held_out_cut = sum(len(row.ids) > most for row in rows)
-        lengths = [min(len(row.ids), most) for row in rows]
+        rows, max_len = self._encode(examples), self.config.data.max_len
+        self.n_held_out_cut = sum(len(row.ids) > max_len for row in rows)
+        lengths = [min(len(row.ids), max_len) for row in rows]
         for group in group_by_length(lengths, max(self.config.train.batch_tokens, 4096)):
             yield group, self._collate([rows[i] for i in group])
 
@@ -163,14 +165,14 @@ class SupervisedFineTuning(ChatTask):
 
 
 def messages_of(example: Example) -> tuple[Message, ...]:
-    """The messages of a chat; the source of a pair is a question, its target the answer."""
+    """The messages of a chat; a pair is a question (source) and its answer (target)."""
     if isinstance(example, Pair):
         return ("user", example.source), (ANSWERS, example.target)
     return cast(Chat, example).messages
 
 
 def _texts(example: Example) -> list[str]:
-    """What a tokenizer learns from: messages as the plain template writes them, and alone, as answers are encoded."""
+    """Texts to train a tokenizer on: each message as the plain template writes it and, like encoded answers, alone."""
     if isinstance(example, Preference):
         messages = [*example.prompt, (ANSWERS, example.chosen), (ANSWERS, example.rejected)]
     else:

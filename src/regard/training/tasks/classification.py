@@ -14,11 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...config import DataConfig, ModelConfig, RunConfig
-from ...data.batching import BatchPlan, balanced_rows, cut_pair, has_partial_batch, pair_segments
+from ...data.batching import (
+    BatchPlan,
+    balanced_rows,
+    cut_pair,
+    group_by_length,
+    has_partial_batch,
+    index_groups,
+    pair_segments,
+    truncate,
+)
 from ...data.example_files import ExampleFile
 from ...data.examples import Example, ImageExample, Label, Labelled, image_name
 from ...data.token_files import Pieces, TokenFile, whole_documents
 from ...errors import UsageError
+from ...generation.generate import inference
 from ...models import Model
 from ...text.processor import Processor
 from ..loss import Batch
@@ -32,14 +42,11 @@ from .task import (
     Scores,
     SkippedExamples,
     Task,
-    group_by_length,
-    index_groups,
-    truncate,
 )
 
 
 class ClassificationTask(Task):
-    """What texts and images share: labels, and what the target makes of them."""
+    """The common part of text and image classification; the Target decides what labels mean."""
 
     command = "classify"
     eval_examples = None
@@ -74,18 +81,20 @@ class ClassificationTask(Task):
 
     @property
     def _head_fields(self) -> dict[str, Any]:
-        """What the labels decide of a model."""
+        """The fields of a model that follow from the labels."""
         return {"n_classes": self.target.n_outputs, "problem_type": self.config.data.problem_type}
 
     @property
     def notes(self) -> list[str]:
-        names = [] if self._class_weights is None else zip(self.labels, self._class_weights.tolist(), strict=True)
-        weights = ", ".join(f"{name} {weight:.3g}" for name, weight in names)
-        return [*super().notes, *([f"class weights: {weights}"] if weights else [])]
+        if self._class_weights is None:
+            return super().notes
+        pairs = zip(self.labels, self._class_weights.tolist(), strict=True)
+        weights = ", ".join(f"{name} {weight:.3g}" for name, weight in pairs)
+        return [*super().notes, f"class weights: {weights}"]
 
     @cached_property
     def _class_weights(self) -> Tensor | None:
-        """A factor on the training loss of each class (classes,)."""
+        """The factor on the training loss of each class (classes,); None: all 1."""
         weights = self.config.train.class_weights
         if weights == "none":
             return None
@@ -101,7 +110,7 @@ class ClassificationTask(Task):
 
     @cached_property
     def _epoch_rows(self) -> NDArray[np.int64]:
-        """Which training example each row of the batch plan is."""
+        """The training example of each row of the batch plan."""
         if self.config.train.sampling == "balanced":
             return balanced_rows(self._training_labels())
         return np.arange(len(self.source.train))
@@ -120,24 +129,22 @@ class ClassificationTask(Task):
         if self.target.n_outputs != model.n_classes:
             names = ", ".join(self.labels)
             named = f"{self.source.name} has the labels {names}; data.labels=… names all of them in order"
-            raise ValueError(f"{model_name} tells apart {model.n_classes} classes without names, but {named}")
+            raise ValueError(f"{model_name} has {model.n_classes} classes without names, but {named}")
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """``beam`` has no meaning here."""
+        """``beam`` and ``length_penalty`` do not apply."""
         if not examples:
             return {}, []
-        was_training = model.training
-        model.eval()
-        logits, _ = self._logits(model, examples, Precision("fp32", model.device))
-        model.train(was_training)
-        found = self.target.measure(logits, _labels(examples))
-        return {"n": len(examples), **found.metrics}, self._results(found, examples)
+        with inference(model):
+            logits, _ = self._logits(model, examples, Precision("fp32", model.device))
+        answers = self.target.measure(logits, _labels(examples))
+        return {"n": len(examples), **answers.metrics}, self._results(answers, examples)
 
     @torch.no_grad()
     def _logits(self, model: Model, examples: Sequence[Example], precision: Precision) -> tuple[Tensor, int]:
-        """(N, classes) on the CPU, and the number of tokens read."""
+        """Logits (N, classes) on the CPU, and the number of tokens read."""
         logits, n_tokens = torch.zeros(len(examples), self.target.n_outputs), 0
         for index, batch in self.valid_groups(examples):
             moved = batch.to(model.device)
@@ -146,25 +153,25 @@ class ClassificationTask(Task):
             n_tokens += batch.n_tokens
         return logits, n_tokens
 
-    def _results(self, found: Answers, examples: Sequence[Example]) -> list[ExampleResult]:
-        rows = zip(examples, _labels(examples), found.outputs, found.scores, strict=True)
-        return [ExampleResult(_input_text(x), self.target.text(label), said, score) for x, label, said, score in rows]
+    def _results(self, answers: Answers, examples: Sequence[Example]) -> list[ExampleResult]:
+        rows = zip(examples, _labels(examples), answers.outputs, answers.scores, strict=True)
+        return [ExampleResult(_input_text(x), self.target.text(label), out, score) for x, label, out, score in rows]
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
-        """One pass gives loss and answers; no option of the search has a meaning here."""
+        """One pass gives loss and answers; there are no options."""
         start = time.perf_counter()
         logits, n_tokens = self._logits(model, examples, precision)
         seconds = time.perf_counter() - start
         losses = self.target.losses(logits, _labels(examples)).double().numpy()
-        loss, found = self.check_finite(float(losses.mean())), self.target.measure(logits, _labels(examples))
-        rows = zip(self._results(found, examples), losses, strict=True)
+        loss, answers = self.check_finite(float(losses.mean())), self.target.measure(logits, _labels(examples))
+        rows = zip(self._results(answers, examples), losses, strict=True)
         return Scores(
             n=len(examples),
-            metrics={"loss": loss, **found.metrics},
+            metrics={"loss": loss, **answers.metrics},
             rows=[replace(row, loss=float(each)) for row, each in rows],
             n_tokens=n_tokens,
             seconds=seconds,
-            details=found.details,
+            details=answers.details,
             losses=(losses, np.ones_like(losses)),
         )
 
@@ -176,7 +183,7 @@ class ClassificationTask(Task):
 
 
 class Classify(ClassificationTask):
-    """A text, or two of them, and its label."""
+    """Classification of a text or a pair of texts."""
 
     name = "classify"
     kinds = ("labelled",)
@@ -205,14 +212,14 @@ class Classify(ClassificationTask):
         return self._tokens("pairs" if self._has_pairs else "text", self.tokenizer, pieces, None)
 
     def _encode(self, examples: Iterable[Example]) -> Iterator[list[int]]:
-        """Token ids of texts, or of pairs of them."""
+        """Token ids of texts or of pairs of texts."""
         texts = cast(Iterable[Labelled], examples)
         if self._has_pairs:
             return self.tokenizer.encode_pairs((x.text, x.second or "") for x in texts)
         return self.tokenizer.encode_stream(x.text for x in texts)
 
     def _cut(self, rows: list[list[int]]) -> tuple[list[list[int]], int]:
-        """Rows of at most max_len tokens, and how many were longer; of a pair the longer text is cut first."""
+        """Rows of at most max_len tokens, and how many were longer; in a pair, the longer text is cut first."""
         max_len, separator = self.config.data.max_len, self._separator
         if separator is None:
             return truncate(rows, max_len)
@@ -229,7 +236,7 @@ class Classify(ClassificationTask):
 
     @cached_property
     def _separator(self) -> int | None:
-        """The token between the texts of a pair."""
+        """The token between the texts of a pair; None for single texts."""
         return self.tokenizer.separator_id if self._has_pairs else None
 
     @cached_property
@@ -262,7 +269,7 @@ class Classify(ClassificationTask):
 
 
 class ClassifyImages(ImageTask, ClassificationTask):
-    """An image and its label."""
+    """Classification of images."""
 
     name = "classify-images"
     kinds = ("images",)
@@ -300,7 +307,7 @@ def _labels(examples: Sequence[Example]) -> list[Label]:
 
 
 def _input_text(example: Example) -> str:
-    """What was asked about: a text, two with a tab between them, or the name of an image."""
+    """The input as text: a text, two texts separated by a tab, or the name of an image."""
     if isinstance(example, Labelled):
         return example.text if example.second is None else f"{example.text}\t{example.second}"
     return image_name(cast(ImageExample, example))

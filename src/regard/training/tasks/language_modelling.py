@@ -1,4 +1,4 @@
-"""Language models: what comes next, and what was hidden."""
+"""Language models: predicting the next token, or masked tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...config import DataConfig, ModelConfig
-from ...data.batching import BatchPlan, has_partial_batch, mask_tokens
+from ...data.batching import BatchPlan, has_partial_batch, index_groups, mask_tokens
 from ...data.example_files import ExampleFile, document_parts
 from ...data.examples import Example, Text
 from ...data.packing import IGNORE, PackedRow, PackedRows, TokenBlocks
@@ -30,38 +30,38 @@ from ..loss import Batch, token_losses
 from ..metrics.language_metrics import TextLosses, paired_texts
 from ..metrics.statistics import Statistics
 from ..precision import Precision
-from .task import MAX_TOKENIZER_CHARACTERS, MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task, index_groups
+from .task import MAX_TOKENIZER_CHARACTERS, MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task
 
-_MAX_CONTEXT = 1024  # of a model that can read more and does not say what it was trained with
+_MAX_CONTEXT = 1024  # context for models with a longer one whose training context is unknown
 _SHOWN_BEFORE = 32  # tokens shown before a passage
 
 
 class TextTask(Task):
-    """Documents as one long row of tokens."""
+    """Tasks on plain text: documents form one long sequence of tokens."""
 
     kinds = ("text",)
     needs_positions = True
-    _target_offset: ClassVar[int] = 0  # a target's place in the text is that of its input plus this
+    _target_offset: ClassVar[int] = 0  # position of a target in the text minus that of its input
 
-    # What the tasks differ in.
+    # Abstract methods.
 
     @abstractmethod
     def _row_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
-        """Packed rows with what is asked about them; ``epoch`` is -1 for held-out texts."""
+        """Packed rows as a batch with targets; ``epoch`` is -1 for held-out texts."""
 
     @abstractmethod
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
-        """Metrics beside loss and perplexity."""
+        """Metrics besides loss and perplexity."""
 
     @abstractmethod
     def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
-        """What a person is shown of the scored texts."""
+        """The rows of a report: passages of the scored texts."""
 
     def _new_processor(self) -> Processor:
         return Processor(source=self._new_tokenizer(self._tokenizer_texts()))
 
     def _tokenizer_texts(self) -> Iterator[str]:
-        """The first texts or, of those too long for all of it, pieces at even distances."""
+        """The first texts; if they are too long to use whole, pieces of them at even distances."""
         train = self.source.train
         if not isinstance(train, ExampleFile):
             return (cast(Text, x).text for x in train)
@@ -78,20 +78,20 @@ class TextTask(Task):
     @property
     def model_config(self) -> ModelConfig:
         fields = self._token_fields(self.tokenizer)
-        if self.tokenizer.is_native:  # a foreign model knows its marks whether they are used here or not
+        if self.tokenizer.is_native:  # a foreign model keeps its special tokens even if they are not used here
             end = EOS if self._separates_documents else None
             fields |= {"bos_id": end, "eos_id": end}
         return self.config.model.with_(max_len=max(self.context, self.config.model.max_len), **fields)
 
     @property
     def _separates_documents(self) -> bool:
-        """Whether documents are told apart. A single text has neither beginning nor end worth learning."""
+        """Whether documents are separated by special tokens. A single text has no beginning or end worth learning."""
         packing = self.config.data.packing
         return len(self.source.train) > 1 if packing == "auto" else packing == "documents"
 
     def _token_pieces(self, parts: Iterable[tuple[str, bool]]) -> Pieces:
-        """Where they are told apart, each document between two <eos>, as GPT-2 has them, or between a foreign model's
-        marks."""
+        """Token ids of documents, each between two <eos> as in GPT-2, or between the special tokens of a foreign
+        model, if documents are separated."""
         first, last = self._document_marks if self._separates_documents else ([], [])
         is_first = True
         for ids, is_last in self.tokenizer.encode_parts(parts):
@@ -100,13 +100,13 @@ class TextTask(Task):
 
     @property
     def _document_marks(self) -> tuple[list[int], list[int]]:
-        """What stands before and after a document."""
+        """The tokens before and after a document."""
         ids = self.tokenizer.special_ids
-        marks = [ids[name] for name in ("bos", "eos") if name in ids]  # with one of them, it does for both
+        marks = [ids[name] for name in ("bos", "eos") if name in ids]  # if there is only one, it is used for both
         return ([EOS], [EOS]) if self.tokenizer.is_native else (marks[:1], marks[-1:])
 
     def token_file(self, examples: Sequence[Example]) -> TokenFile:
-        """The tokens of some texts, in their order."""
+        """The tokens of the examples, in order."""
         return TokenFile.of_pieces(self._token_pieces(document_parts(examples)), self.tokenizer.size)
 
     @cached_property
@@ -140,23 +140,24 @@ class TextTask(Task):
             yield index, self._row_batch(rows.batch(0, index), -1, index)
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
-        """Every token as validation scores it and, with a ``stride``, also with a long context before each."""
+        """The loss of every token as in validation and, with ``stride``, also with a longer context before each."""
         file = self.token_file(examples)
         if len(file.tokens) < 2:
             name = self.source.name
-            raise BadData(f"{name} has nothing held out to evaluate on; data.source=FILE names other examples")
+            raise BadData(f"{name} has no held-out examples to evaluate on; data.source=FILE names others")
         losses, predictions = np.full(len(file.tokens), np.nan), np.full(len(file.tokens), -1, dtype=np.int64)
         texts = [cast(Text, x).text for x in examples]
         text_losses = TextLosses(self.tokenizer, texts, file.tokens, file.starts, losses, predictions)
         n_tokens, inputs, start = 0, np.array(file.tokens, dtype=np.int64), time.perf_counter()
-        width = min(self.context, len(file.tokens) - 1)  # tokens that a row of ``valid_groups`` advances
+        width = min(self.context, len(file.tokens) - 1)  # distance between consecutive rows of ``valid_groups``
         for index, batch in self.valid_groups(examples):
             with precision.forward():
-                batch_losses, likeliest = token_losses(model, batch.to(model.device))
+                batch_losses, batch_predictions = token_losses(model, batch.to(model.device))
             row, column = (x.numpy() for x in torch.nonzero(batch.targets != IGNORE, as_tuple=True))
-            places = np.asarray(index)[row] * width + column + self._target_offset
-            losses[places], predictions[places] = batch_losses.cpu().double().numpy(), likeliest.cpu().numpy()
-            inputs[places - self._target_offset] = batch.inputs[0].numpy()[row, column]
+            positions = np.asarray(index)[row] * width + column + self._target_offset
+            losses[positions] = batch_losses.cpu().double().numpy()
+            predictions[positions] = batch_predictions.cpu().numpy()
+            inputs[positions - self._target_offset] = batch.inputs[0].numpy()[row, column]
             n_tokens += batch.n_tokens
         seconds = time.perf_counter() - start
         scores = text_losses.scores()
@@ -166,7 +167,7 @@ class TextTask(Task):
         if (stride := options.get("stride")) is not None:
             with precision.forward():
                 text_losses = text_losses.with_stride(cast(Decoder, model), self.context, stride)
-            strided = text_losses.scores()  # the better measure, so it is also what is compared
+            strided = text_losses.scores()  # the better measure, so comparisons use it too
             names = ("loss", "perplexity", "bits_per_character")
             values |= {f"strided_{name}": getattr(strided, name) for name in names}
         values["n_targets"] = scores.n_tokens
@@ -178,7 +179,7 @@ class TextTask(Task):
 
 
 class LanguageModel(TextTask):
-    """The next token from those before it (Bengio et al. 2003; Radford et al. 2018)."""
+    """Predict the next token from those before it (Bengio et al. 2003; Radford et al. 2018)."""
 
     name = "lm"
     command = "generate"
@@ -193,20 +194,24 @@ class LanguageModel(TextTask):
         return {"bits_per_character": text_losses.scores().bits_per_character}
 
     def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
-        """Passages: the tokens before, the passage, and the likeliest token at each of its places."""
+        """Each passage with the tokens before it and the most likely token at each of its positions."""
         decode, scored, starts = self.tokenizer.decode, text_losses.scored, text_losses.starts
-        for place in text_losses.passages():
-            if (targets := scored[place]).any():
-                loss = float(text_losses.losses[place][targets].mean())
-                document_start = int(starts[np.searchsorted(starts, place.start, side="right") - 1])
-                before = decode(text_losses.tokens[max(document_start, place.start - _SHOWN_BEFORE) : place.start])
-                likeliest = decode(text_losses.predictions[place][targets])
-                yield ExampleResult(before, decode(text_losses.tokens[place]), likeliest, math.exp(-loss), loss)
+        for passage in text_losses.passages():
+            if (targets := scored[passage]).any():
+                loss = float(text_losses.losses[passage][targets].mean())
+                document_start = int(starts[np.searchsorted(starts, passage.start, side="right") - 1])
+                before = decode(text_losses.tokens[max(document_start, passage.start - _SHOWN_BEFORE) : passage.start])
+                predicted = decode(text_losses.predictions[passage][targets])
+                yield ExampleResult(before, decode(text_losses.tokens[passage]), predicted, math.exp(-loss), loss)
 
-    # A text without documents is read in blocks: at random places to train on, one after the other to evaluate.
+    # Text without separate documents is read in blocks: at random offsets for training, consecutive for evaluation.
 
     @cached_property
     def _blocks(self) -> TokenBlocks:
+        if (n_tokens := len(self._train.tokens)) <= self.context:
+            few = f"{self.source.name} has {n_tokens:,} tokens to train on, fewer than a row of"
+            needed = f"data.max_len={self.context} and the token after it need"
+            raise BadData(f"{few} {needed}; set data.max_len to at most {n_tokens - 1}")
         return TokenBlocks(self._train.tokens, self.context)
 
     @property
@@ -225,10 +230,10 @@ class LanguageModel(TextTask):
         return _block_batch(*self._blocks.random(self.config.train.seed, number, self._rows_per_batch(self.context)))
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        """Rows of a context each, one after the other; every token but the first of a document is asked for."""
+        """Consecutive rows of one context each; every token but the first of a document is a target."""
         if self._separates_documents:
             yield from super().valid_groups(examples)
-        elif len(tokens := self.token_file(examples).tokens) > 1:  # else nothing comes next
+        elif len(tokens := self.token_file(examples).tokens) > 1:  # a single token has no next one
             blocks = TokenBlocks(tokens, min(self.context, len(tokens) - 1))
             for index in index_groups(len(blocks), max(1, 32768 // self.context)):
                 yield index, _block_batch(*blocks.sequential(index[0], len(index)))
@@ -238,31 +243,31 @@ class LanguageModel(TextTask):
             torch.from_numpy(x) for x in (packed.tokens, packed.targets, packed.documents, packed.positions)
         )
         n_tokens = int((documents >= 0).sum())
-        if bool((documents == documents[:, :1]).all()):  # each row within one document: nothing to keep apart
+        if bool((documents == documents[:, :1]).all()):  # each row lies in one document: no mask needed
             return Batch((tokens,), targets, n_tokens=n_tokens)
         return Batch((tokens,), targets, {"documents": documents, "positions": positions}, n_tokens)
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
-        """Continuations of what held-out texts begin with."""
-        shown: list[dict[str, str]] = []
+        """Continuations of the beginnings of held-out texts."""
+        samples: list[dict[str, str]] = []
         for example in self.first(self.source.valid, n):
             if ids := self.tokenizer.encode(cast(Text, example).text[:2000], special=False)[:12]:
                 room = max(1, min(80, model.config.max_len - len(ids)))
-                output = generate(model, ids, max_new_tokens=room, temperature=0.8, top_k=40, seed=len(shown))
+                output = generate(model, ids, max_new_tokens=room, temperature=0.8, top_k=40, seed=len(samples))
                 continuation = self.tokenizer.decode(output.tokens[0])
-                shown.append({"source": self.tokenizer.decode(ids), "output": continuation})
-        return shown
+                samples.append({"source": self.tokenizer.decode(ids), "output": continuation})
+        return samples
 
 
 class MaskedLanguageModel(TextTask):
-    """The hidden tokens of a text from those around them (Devlin et al. 2019)."""
+    """Predict masked tokens from those around them (Devlin et al. 2019)."""
 
     name = "mlm"
     needs_mask_token = True
 
     @property
     def model_config(self) -> ModelConfig:
-        _ = self.tokenizer.mask_id  # says what is missing before a run begins
+        _ = self.tokenizer.mask_id  # raises before the run begins if there is no mask token
         return super().model_config
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
@@ -270,22 +275,29 @@ class MaskedLanguageModel(TextTask):
         return {"accuracy": float(hits[text_losses.scored].mean())}
 
     def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
-        """Rows as the model saw them, as they were, and as it filled them in."""
+        """Each row with its masks, in the original, and as the model filled it in."""
         scored, decode, tokens = text_losses.scored, self.tokenizer.decode, text_losses.tokens
         completed = np.where(scored, text_losses.predictions, tokens)
-        for first in range(0, len(tokens), self.context):
-            place = slice(first, min(first + self.context, len(tokens)))
-            if (targets := scored[place]).any():
-                loss = float(text_losses.losses[place][targets].mean())
-                masked = "".join(self.tokenizer.span_texts(inputs[place].tolist()))
-                yield ExampleResult(masked, decode(tokens[place]), decode(completed[place]), math.exp(-loss), loss)
+        for start in range(0, len(tokens), self.context):
+            row = slice(start, min(start + self.context, len(tokens)))
+            if (targets := scored[row]).any():
+                loss = float(text_losses.losses[row][targets].mean())
+                masked = "".join(self.tokenizer.span_texts(inputs[row].tolist()))
+                yield ExampleResult(masked, decode(tokens[row]), decode(completed[row]), math.exp(-loss), loss)
 
     def _row_batch(self, packed: PackedRow, epoch: int, index: list[int]) -> Batch:
-        how = {"vocab_size": self.tokenizer.size, "mask_id": self.tokenizer.mask_id}
-        special, rate, seed = self.tokenizer.all_special_ids, self.config.data.mask_rate, self.config.train.seed
         rows = [
-            mask_tokens(row, **how, special=special, share=rate, seed=seed, epoch=epoch, index=which)
-            for row, which in zip(packed.tokens, index, strict=True)
+            mask_tokens(
+                row,
+                vocab_size=self.tokenizer.size,
+                mask_id=self.tokenizer.mask_id,
+                special=self.tokenizer.all_special_ids,
+                share=self.config.data.mask_rate,
+                seed=self.config.train.seed,
+                epoch=epoch,
+                index=i,
+            )
+            for row, i in zip(packed.tokens, index, strict=True)
         ]
         tokens, targets = (torch.from_numpy(np.stack([getattr(x, n) for x in rows])) for n in ("inputs", "targets"))
         padding_mask = torch.from_numpy(packed.documents >= 0)

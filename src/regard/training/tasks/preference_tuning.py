@@ -1,4 +1,4 @@
-"""Preferences: of two answers, the one that people chose becomes likelier (direct preference optimisation)."""
+"""Direct preference optimisation: of two answers, the chosen one becomes more likely."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import RunConfig
-from ...data.batching import BatchPlan
+from ...data.batching import BatchPlan, group_by_length
 from ...data.examples import Example, Preference, key_of
 from ...data.packing import IGNORE
 from ...errors import UsageError
+from ...generation.generate import inference
 from ...models import Model
 from ...text.chat import ANSWERS, EncodedChat
 from ..finetuning import LoraLinear, add_lora, merge, quantise_frozen, same_processors, without_lora
@@ -24,15 +25,15 @@ from ..loss import Batch
 from ..metrics.statistics import Statistics, mean_statistics
 from ..precision import Precision
 from .chat_tuning import ChatTask
-from .task import ExampleResult, Scores, group_by_length
+from .task import ExampleResult, Scores
 
 
 class DirectPreferenceOptimisation(ChatTask):
-    """-log σ(β (log π/π₀ (chosen) - log π/π₀ (rejected))), π the model, π₀ what it started from (Rafailov et al. 2023).
+    """-log σ(β (log π/π₀ (chosen) - log π/π₀ (rejected))), π the model, π₀ its initial weights (Rafailov et al. 2023).
 
     β log π/π₀ of an answer is its reward, β is ``train.dpo_beta``. With ``train.lora``, π₀ is the model with its
-    additions switched off, else a frozen copy of ``train.init``. Label smoothing takes a share of the preferences for
-    mistaken.
+    low-rank additions switched off, else a frozen copy of ``train.init``. Label smoothing assumes that a share of the
+    preferences is mistaken.
     """
 
     name = "dpo"
@@ -45,15 +46,15 @@ class DirectPreferenceOptimisation(ChatTask):
     def check_config(cls, config: RunConfig) -> None:
         super().check_config(config)
         if config.train.init is None:
-            raise UsageError("the task dpo compares answers with those of the model it starts from: add train.init=DIR")
+            raise UsageError("the task dpo needs an initial model to compare with: add train.init=DIR")
 
-    # Batches: the chosen answers to B prompts, then the rejected ones, (2B, T). A pair counts as one target.
+    # Batches (2B, T): the chosen answers to B prompts, then the rejected ones. A pair counts as one target.
 
     def _encode_pair(self, example: Example) -> tuple[EncodedChat, EncodedChat]:
         pair = cast(Preference, example)
         n_prompt = len(self._template.encode_prompt(pair.prompt))
         chats = (self._template.encode((*pair.prompt, (ANSWERS, text))) for text in (pair.chosen, pair.rejected))
-        # Of the answers in a longer chat, the last one is what the two differ in.
+        # Only the last answer has a loss: earlier ones are part of the prompt.
         chosen, rejected = (EncodedChat(x.ids, [False] * n_prompt + x.is_answer[n_prompt:]) for x in chats)
         return chosen, rejected
 
@@ -63,10 +64,11 @@ class DirectPreferenceOptimisation(ChatTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        lengths, most = np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows]), self.config.data.max_len
+        max_len = self.config.data.max_len
+        lengths = np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows])
         self._check_lengths(lengths.max(1).tolist())
-        cut = self.config.data.too_long == "truncate"
-        return self._plan_by_length(np.minimum(lengths, most) if cut else lengths, most)
+        truncates = self.config.data.too_long == "truncate"
+        return self._plan_by_length(np.minimum(lengths, max_len) if truncates else lengths, max_len)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate_pairs([self._encoded_rows[i] for i in index])
@@ -76,16 +78,16 @@ class DirectPreferenceOptimisation(ChatTask):
         return Batch(both.inputs, both.targets, both.options, both.n_tokens, n_counted=len(pairs))
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        pairs, most = [self._encode_pair(x) for x in examples], self.config.data.max_len
+        pairs, max_len = [self._encode_pair(x) for x in examples], self.config.data.max_len
         lengths = [max(len(x.ids) for x in pair) for pair in pairs]
-        self.n_held_out_cut = sum(length > most for length in lengths)
-        for group in group_by_length([min(x, most) for x in lengths], max(self.config.train.batch_tokens, 2048)):
+        self.n_held_out_cut = sum(length > max_len for length in lengths)
+        for group in group_by_length([min(x, max_len) for x in lengths], max(self.config.train.batch_tokens, 2048)):
             yield group, self._collate_pairs([pairs[i] for i in group])
 
     # The loss.
 
     def reference_model(self, model: Model) -> Model | None:
-        """π₀ as a model of its own; None where ``model`` has additions that can be switched off."""
+        """π₀ as a separate model; None if ``model`` has low-rank additions, which can be switched off instead."""
         if any(isinstance(layer, LoraLinear) for layer in model.modules()):
             return None
         if self._reference is None:
@@ -95,7 +97,7 @@ class DirectPreferenceOptimisation(ChatTask):
             self._reference = load(path)
             if not same_processors(self.processor, self._reference.processor):
                 raise UsageError(f"train.init={path} has other tokens than this run; leave out data.tokenizer")
-            if train.lora is not None and train.quantize == "nf4":  # as rounded as the model that learned
+            if train.lora is not None and train.quantize == "nf4":  # rounded like the trained model
                 merge(quantise_frozen(add_lora(self._reference, train.lora, targets=train.lora_targets)))
             self._reference.requires_grad_(False).eval()
         return self._reference.to(model.device)
@@ -104,14 +106,16 @@ class DirectPreferenceOptimisation(ChatTask):
 
     @cached_property
     def _reference_log_probs(self) -> Callable[[Model, Batch, Model | None], Tensor]:
-        """Never compiled: it switches layers off and on, which a compiled graph does not follow. Made here, since
-        torch.compiler imports a thousand modules."""
+        """Excluded from compilation, because a compiled graph would not follow the switching of layers.
+
+        Wrapped on first use, since ``torch.compiler.disable`` imports a thousand modules.
+        """
         return torch.compiler.disable(_reference_log_probs)
 
-    def loss(  # a method, since β is the run's
+    def loss(  # a method, because β is part of the config
         self, model: Model, batch: Batch, smoothing: float = 0.0, reference: Model | None = None
     ) -> Tensor:
-        """The sum over the pairs of a batch."""
+        """The sum of the loss over the pairs of a batch."""
         chosen, rejected = self._rewards(model, batch, reference)
         margin = chosen - rejected
         return -((1 - smoothing) * F.logsigmoid(margin) + smoothing * F.logsigmoid(-margin)).sum()
@@ -127,26 +131,20 @@ class DirectPreferenceOptimisation(ChatTask):
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """How often the chosen answer has the higher reward, and by how much; no text is written, so no beam applies.
+        """How often the chosen answer has the higher reward, and by how much. ``beam`` does not apply.
 
-        The output of a row is the answer with the higher reward, its score σ of the difference.
+        The output of a row is the answer with the higher reward; its score is σ(difference of rewards).
         """
-        if not examples:
-            return {}, []
-        scores = self.score(model, examples, Precision("fp32", model.device))
-        return {"n": len(examples), **{name: x for name, x in scores.metrics.items() if name != "loss"}}, scores.rows
+        return self._answers_of_score(model, examples)
 
-    @torch.no_grad()
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
-        reference, was_training = self.reference_model(model), model.training
+        reference = self.reference_model(model)
         rewards, n_tokens, start = np.zeros((len(examples), 2)), 0, time.perf_counter()
-        model.eval()
         for index, batch in self.valid_groups(examples):
-            with precision.forward():
+            with inference(model), precision.forward():
                 pair = self._rewards(model, batch.to(model.device), reference)
             rewards[index] = torch.stack(pair, dim=1).double().cpu().numpy()
             n_tokens += batch.n_tokens
-        model.train(was_training)
         seconds, margin = time.perf_counter() - start, rewards[:, 0] - rewards[:, 1]
         losses = np.logaddexp(0.0, -margin)
         rows = []
@@ -155,21 +153,21 @@ class DirectPreferenceOptimisation(ChatTask):
             rows.append(
                 ExampleResult(str(key_of(example)), example.chosen, preferred, float(np.exp(-loss)), float(loss))
             )
-        found = {
+        metrics = {
             "loss": self.check_finite(float(losses.mean())),
             "accuracy": float((margin > 0).mean()),
             "margin": float(margin.mean()),
             "chosen_reward": float(rewards[:, 0].mean()),
             "rejected_reward": float(rewards[:, 1].mean()),
         }
-        return Scores(len(rows), found, rows, n_tokens, seconds, losses=(losses, np.ones(len(rows), dtype=np.int64)))
+        return Scores(len(rows), metrics, rows, n_tokens, seconds, losses=(losses, np.ones(len(rows), dtype=np.int64)))
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
         hits = [output == chosen for output, chosen in zip(outputs, references, strict=True)]
         return [mean_statistics("accuracy", np.array(hits, dtype=np.float64))]
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
-        """What the model answers to the first held-out prompts, beside the chosen answer."""
+        """The model's answers to the first held-out prompts, next to the chosen answers."""
         examples = cast(Sequence[Preference], self.first(self.source.valid, n))
         outputs = self._write_answers(model, [(*x.prompt, (ANSWERS, x.chosen)) for x in examples]) if examples else []
         rows = zip(examples, outputs, strict=True)
@@ -177,7 +175,7 @@ class DirectPreferenceOptimisation(ChatTask):
 
 
 def answer_log_probs(model: Model, batch: Batch) -> Tensor:
-    """log P of the targets of each row (rows,)."""
+    """The log probability of the targets of each row (rows,)."""
     logits = model(*batch.inputs, **batch.options).float()
     losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE, reduction="none")
     return -losses.view(batch.targets.shape).sum(1)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ...config import ModelConfig, RunConfig
-from ...data.batching import BatchPlan
+from ...data.batching import BatchPlan, group_by_length, truncate
 from ...data.examples import Example, Label, Tagged
 from ...data.packing import IGNORE
 from ...errors import UsageError
@@ -29,15 +29,13 @@ from .task import (
     Scores,
     SkippedExamples,
     Task,
-    group_by_length,
-    truncate,
 )
 
-Row = tuple[list[int], list[int]]  # token ids of a sentence, and where each word begins; -1: not among them
+Row = tuple[list[int], list[int]]  # token ids of a sentence, and the position of each word's first token (-1: cut off)
 
 
 class Tag(ClassificationTask):
-    """Words and their tags. The first token of a word is asked for its tag, as BERT does (Devlin et al. 2019, §5.3)."""
+    """Words and their tags. The first token of a word predicts its tag, as in BERT (Devlin et al. 2019, §5.3)."""
 
     name = "tag"
     kinds = ("tagged",)
@@ -111,27 +109,20 @@ class Tag(ClassificationTask):
         tokens = self._pad([ids for ids, _ in rows], pad_id, self._max_width)
         targets = torch.full_like(tokens, IGNORE)
         for row, ((_, first), example) in enumerate(zip(rows, examples, strict=True)):
-            for place, tag in zip(first, cast(Tagged, example).tags, strict=True):
-                if place >= 0:
-                    targets[row, place] = tag
+            for position, tag in zip(first, cast(Tagged, example).tags, strict=True):
+                if position >= 0:
+                    targets[row, position] = tag
         return Batch((tokens,), targets, {"padding_mask": tokens != pad_id}, sum(len(ids) for ids, _ in rows))
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """``beam`` has no meaning here. The score of a row is the share of its words with the right tag."""
-        if not examples:
-            return {}, []
-        was_training = model.training
-        model.eval()
-        scores = self.score(model, examples, Precision("fp32", model.device))
-        model.train(was_training)
-        metrics = {name: value for name, value in scores.metrics.items() if name != "loss"}
-        return {"n": scores.n, **metrics}, scores.rows
+        """The score of a row is the share of words with the correct tag. ``beam`` does not apply."""
+        return self._answers_of_score(model, examples)
 
     @torch.no_grad()
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
-        """Loss and tags of every sentence. A word past what the model can read is tagged O."""
+        """The loss and the tags of every sentence. Words beyond ``data.max_len`` are tagged O."""
         outside = self.labels.index("O") if "O" in self.labels else 0
         tagged, (rows, self.n_held_out_cut) = cast(Sequence[Tagged], examples), self._encode(examples)
         sums, counts = np.zeros(len(tagged)), np.zeros(len(tagged), dtype=np.int64)
@@ -143,25 +134,25 @@ class Tag(ClassificationTask):
                 logits = model(*moved.inputs, **moved.options).float().cpu()
             losses = F.cross_entropy(logits.transpose(1, 2), batch.targets, ignore_index=IGNORE, reduction="none")
             sums[index], counts[index] = losses.sum(1).double(), (batch.targets != IGNORE).sum(1)
-            for i, said in zip(index, logits.argmax(-1).tolist(), strict=True):
-                outputs[i] = self._names([said[place] if place >= 0 else outside for place in rows[i][1]])
+            for i, predicted in zip(index, logits.argmax(-1).tolist(), strict=True):
+                outputs[i] = self._names([predicted[p] if p >= 0 else outside for p in rows[i][1]])
             n_tokens += batch.n_tokens
         seconds = time.perf_counter() - start
         loss = self.check_finite(float(sums.sum() / max(1, counts.sum())))
         truth = [self._names(x.tags) for x in tagged]
-        found = label_metrics.tagging(outputs, truth)
+        metrics = label_metrics.tagging(outputs, truth)
         each = zip(tagged, truth, outputs, (sums / np.maximum(counts, 1)).tolist(), strict=True)
         results = [
-            ExampleResult(x.text, " ".join(true), " ".join(said), _share_right(said, true), mean)
-            for x, true, said, mean in each
+            ExampleResult(x.text, " ".join(true), " ".join(predicted), _accuracy(predicted, true), mean)
+            for x, true, predicted, mean in each
         ]
         return Scores(
             n=len(tagged),
-            metrics={"loss": loss, "accuracy": found.accuracy, "f1": found.f1},
+            metrics={"loss": loss, "accuracy": metrics.accuracy, "f1": metrics.f1},
             rows=results,
             n_tokens=n_tokens,
             seconds=seconds,
-            details={"classes": found.to_dict()["classes"]},
+            details={"classes": metrics.to_dict()["classes"]},
             losses=(sums, np.maximum(counts, 1)),
         )
 
@@ -172,8 +163,8 @@ class Tag(ClassificationTask):
         return label_metrics.tagging_statistics([x.split(" ") for x in outputs], [x.split(" ") for x in references])
 
     def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
-        return Task.paired_statistics(self, ours, theirs, same_tokens=True)  # the loss is of words, whatever the tokens
+        return Task.paired_statistics(self, ours, theirs, same_tokens=True)  # the loss is per word, not per token
 
 
-def _share_right(said: list[str], true: list[str]) -> float:
-    return sum(a == b for a, b in zip(said, true, strict=True)) / len(true)
+def _accuracy(predicted: list[str], true: list[str]) -> float:
+    return sum(a == b for a, b in zip(predicted, true, strict=True)) / len(true)

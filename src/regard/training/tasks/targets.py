@@ -1,6 +1,6 @@
-"""What a classifier is asked of each input (``data.problem_type``): one class, any number of labels, or a number.
+"""The targets of a classifier (``data.problem_type``): one class, any number of labels, or a number.
 
-A target makes the tensor that is learned, writes an answer as text, and measures answers.
+A Target turns labels into tensors, formats answers as text, and computes their metrics.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..metrics.statistics import Statistics
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answered, and how good that is."""
+    """The answers of a model, with their scores and metrics."""
 
     outputs: list[str]
-    scores: list[float]  # of each answer, at most 1
+    scores: list[float]  # one per answer, at most 1
     metrics: dict[str, float]
     details: dict[str, Any]
 
 
 class Target(ABC):
-    """``labels`` are the names of the classes."""
+    """Base class of targets; ``labels`` are the names of the classes."""
 
     problem_type: ClassVar[Any]
     criterion: ClassVar[str]
@@ -43,7 +43,7 @@ class Target(ABC):
 
     @property
     def n_outputs(self) -> int:
-        """Logits of each input."""
+        """The number of logits per input."""
         return len(self.labels)
 
     @abstractmethod
@@ -52,11 +52,11 @@ class Target(ABC):
 
     @abstractmethod
     def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
-        """The answers that logits (N, n_outputs) give, beside the true labels."""
+        """The answers given by logits (N, n_outputs), scored against the true labels."""
 
     @abstractmethod
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
-        """What each answer contributes to every metric, for paired comparisons."""
+        """The contribution of each answer to each metric, for paired comparisons."""
 
     def losses(self, logits: Tensor, labels: Sequence[Label]) -> Tensor:
         """The loss of each example (N,)."""
@@ -67,12 +67,12 @@ class Target(ABC):
         return label_text(label, self.labels)
 
     def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
-        """``train.class_weights=balanced``: a factor for each class."""
+        """The factor of each class for ``train.class_weights=balanced``."""
         raise NotImplementedError
 
     def weights(self, factors: Tensor, targets: Tensor) -> Tensor:
-        """Factors of classes as those of a batch's targets."""
-        return factors[targets.clamp(min=0)]  # one to ignore has no loss to multiply
+        """The factor of each target of a batch, from the factors of the classes."""
+        return factors[targets.clamp(min=0)]  # ignored targets are negative; their loss is 0
 
 
 class OneClass(Target):
@@ -88,26 +88,26 @@ class OneClass(Target):
     def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
         """The score of an answer is the probability of the true class."""
         predicted, probabilities = logits.argmax(-1).tolist(), logits.softmax(-1)
-        found = class_metrics.classification(predicted, cast(Sequence[int], labels), self.labels)
+        results = class_metrics.classification(predicted, cast(Sequence[int], labels), self.labels)
         scores = [float(probabilities[i, cast(int, label)]) for i, label in enumerate(labels)]
-        document = found.to_dict()
+        document = results.to_dict()
         details = {name: document[name] for name in ("classes", "confusion")}
-        metrics = {"accuracy": found.accuracy, "f1": found.macro_f1}
-        return Answers([self.labels[guess] for guess in predicted], scores, metrics, details)
+        metrics = {"accuracy": results.accuracy, "f1": results.macro_f1}
+        return Answers([self.labels[each] for each in predicted], scores, metrics, details)
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
-        guess, true = ([self.labels.index(label) for label in each] for each in (outputs, references))
-        macro_f1 = class_metrics.macro_f1_statistics(guess, true, self.labels)
-        return [class_metrics.accuracy_statistics(guess, true), macro_f1]
+        predicted, true = ([self.labels.index(label) for label in each] for each in (outputs, references))
+        macro_f1 = class_metrics.macro_f1_statistics(predicted, true, self.labels)
+        return [class_metrics.accuracy_statistics(predicted, true), macro_f1]
 
     def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
-        """n / (classes · n of the class) (King & Zeng 2001, as scikit-learn has it)."""
-        n_of = np.bincount(cast(Sequence[int], labels), minlength=len(self.labels))
-        return torch.from_numpy(n_of.sum() / ((n_of > 0).sum() * np.maximum(n_of, 1))).float()
+        """n / (classes · n of the class) (King & Zeng 2001), as in scikit-learn."""
+        counts = np.bincount(cast(Sequence[int], labels), minlength=len(self.labels))
+        return torch.from_numpy(counts.sum() / ((counts > 0).sum() * np.maximum(counts, 1))).float()
 
 
 class ManyLabels(Target):
-    """A sigmoid for each label; those above ½ hold."""
+    """A sigmoid for each label; labels with a probability above ½ are predicted."""
 
     problem_type = "multi_label"
     criterion = "f1"
@@ -119,19 +119,19 @@ class ManyLabels(Target):
     }
 
     def tensor(self, labels: Sequence[Label]) -> Tensor:
-        held = torch.zeros(len(labels), self.n_outputs)
+        multi_hot = torch.zeros(len(labels), self.n_outputs)
         for row, each in enumerate(labels):
-            held[row, list(cast(tuple[int, ...], each))] = 1.0
-        return held
+            multi_hot[row, list(cast(tuple[int, ...], each))] = 1.0
+        return multi_hot
 
     def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
-        """The score of an answer is the mean probability of what is true of each label."""
-        truth, probabilities, held = self.tensor(labels), logits.sigmoid(), logits > 0
+        """The score of an answer is the mean probability given to the true value, yes or no, of each label."""
+        truth, probabilities, predicted = self.tensor(labels), logits.sigmoid(), logits > 0
         scores = torch.where(truth > 0, probabilities, 1 - probabilities).mean(-1).tolist()
-        outputs = [self.text(tuple(row.nonzero()[:, 0].tolist())) for row in held]
-        found = label_metrics.multi_label(held.numpy(), truth.numpy() > 0, self.labels)
-        metrics = {"f1": found.macro_f1, "micro_f1": found.micro_f1, "exact": found.exact}
-        return Answers(outputs, scores, metrics, {"classes": found.to_dict()["classes"]})
+        outputs = [self.text(tuple(row.nonzero()[:, 0].tolist())) for row in predicted]
+        results = label_metrics.multi_label(predicted.numpy(), truth.numpy() > 0, self.labels)
+        metrics = {"f1": results.macro_f1, "micro_f1": results.micro_f1, "exact": results.exact}
+        return Answers(outputs, scores, metrics, {"classes": results.to_dict()["classes"]})
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
         return label_metrics.multi_label_statistics(*(self._label_matrix(texts) for texts in (outputs, references)))
@@ -141,7 +141,7 @@ class ManyLabels(Target):
         return self.tensor(rows).numpy() > 0
 
     def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
-        """n without the label / n with it, which multiplies the loss where it holds (PyTorch's ``pos_weight``)."""
+        """n without the label / n with it, the factor on the loss of positive targets (PyTorch's ``pos_weight``)."""
         n_with = self.tensor(labels).sum(0)
         return (len(labels) - n_with) / n_with.clamp(min=1)
 
@@ -150,7 +150,7 @@ class ManyLabels(Target):
 
 
 class Number(Target):
-    """One logit, learned by squared error."""
+    """Regression: one logit, trained with the squared error."""
 
     problem_type = "regression"
     criterion = "pearson"
@@ -171,8 +171,8 @@ class Number(Target):
     def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
         """The score of an answer is minus its distance from the truth."""
         values, truth = logits[:, 0].double().numpy(), np.asarray(labels, dtype=np.float64)
-        found = label_metrics.regression(values, truth)
-        return Answers([self.text(x) for x in values.tolist()], (-abs(values - truth)).tolist(), found.to_dict(), {})
+        metrics = label_metrics.regression(values, truth).to_dict()
+        return Answers([self.text(x) for x in values.tolist()], (-abs(values - truth)).tolist(), metrics, {})
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
         return label_metrics.regression_statistics(*(np.array([float(x) for x in y]) for y in (outputs, references)))

@@ -1,4 +1,4 @@
-"""What every task provides: batches, a loss, metrics, samples, and how a trained model of its kind is scored."""
+"""The base class of all tasks: batches, loss, metrics, samples, and the evaluation of a trained model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...config.data_config import TokenizerKind
 from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
 from ...data.example_files import ExampleFile
-from ...data.examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Tagged, Text
+from ...data.examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Question, Tagged, Text, Triplet
 from ...data.hashing import stable_key, uniform
 from ...data.images import has_colours, image_batch
 from ...data.packing import IGNORE
@@ -32,6 +32,7 @@ from ...data.token_files import Pieces, TokenFile, cached_tokens
 from ...errors import BadData, RegardError, UsageError
 from ...foundation.files import cache_folder
 from ...foundation.progress import track
+from ...generation.generate import inference
 from ...models import Model
 from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
@@ -43,12 +44,12 @@ from ..metrics.language_metrics import TextLosses, loss_statistics, perplexity
 from ..metrics.statistics import Statistics
 from ..precision import Precision
 
-MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS = 200_000, 1 << 25  # a tokenizer learns nothing from more
+MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS = 200_000, 1 << 25  # more would not improve a tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleResult:
-    """One evaluated example: what was asked, expected and produced, and how good that is (at most 1)."""
+    """One evaluated example: source, target, the output of the model, and a score of at most 1."""
 
     source: str
     target: str | list[str]
@@ -70,17 +71,17 @@ class ExampleResult:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A model's results on one set of examples."""
+    """The results of a model on one set of examples."""
 
     n: int
     metrics: dict[str, Any]
     rows: list[ExampleResult]
     n_tokens: int
-    seconds: float  # of the pass that computes the loss
+    seconds: float  # time of the pass that computes the loss
     details: dict[str, Any] = field(default_factory=dict)
-    losses: tuple[NDArray[Any], NDArray[Any]] | None = None  # of each example: summed, and its number of targets
-    texts: TextLosses | None = None  # of a language model: the loss of every token
-    comet: Statistics | None = None  # of translations, where it was asked for
+    losses: tuple[NDArray[Any], NDArray[Any]] | None = None  # per example: summed loss, number of targets
+    texts: TextLosses | None = None  # language models: the loss of every token
+    comet: Statistics | None = None  # translations: COMET, if requested
 
     @property
     def tokens_per_second(self) -> float:
@@ -103,48 +104,48 @@ class SkippedExamples:
 
 
 class Task(ABC):
-    """Data → batches → loss, and a model's answers → metrics. A batch is a pure function of its number.
+    """Turns data into batches and a loss, and the outputs of a model into metrics. A batch depends only on its number.
 
-    A subclass says which models and sources it is for, how examples become batches (``batch_plan``, ``_train_batch``,
-    ``valid_groups``), and what answers are worth (``answers``, ``answer_statistics``).
+    A subclass defines which models and sources it is for, how examples become batches (``batch_plan``,
+    ``_train_batch``, ``valid_groups``), and how outputs are scored (``answers``, ``answer_statistics``).
     """
 
-    name: ClassVar[str]  # of the RunConfig; a subclass of one's own keeps that of the task whose defaults it uses
-    kinds: ClassVar[tuple[Kind, ...]]  # sources it can learn from
+    name: ClassVar[str]  # RunConfig.task; your own subclass keeps the name of the task whose defaults it uses
+    kinds: ClassVar[tuple[Kind, ...]]  # kinds of sources it can learn from
     template: ClassVar[Template] = "none"
-    tokenizer_kind: ClassVar[TokenizerKind] = "bpe"  # what data.tokenizer=auto means
-    command: ClassVar[str] = "look"  # of the command line: what tries a trained model
-    criterion: ClassVar[str] = "valid_loss"  # what train.metric=auto means; smaller is better for losses
-    metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss"}  # what train.metric may be, and its name here
-    eval_examples: ClassVar[int | None] = 200  # what train.eval_examples=none means; None: all
+    tokenizer_kind: ClassVar[TokenizerKind] = "bpe"  # data.tokenizer=auto
+    command: ClassVar[str] = "look"  # the `regard` command that tries a trained model
+    criterion: ClassVar[str] = "valid_loss"  # train.metric=auto; smaller is better for losses
+    metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss"}  # values of train.metric → names in ``validate``
+    eval_examples: ClassVar[int | None] = 200  # the default of train.eval_examples; None: all
     reports_perplexity: ClassVar[bool] = True
-    evaluation_options: ClassVar[tuple[str, ...]] = ()  # which of beam, length_penalty, stride mean something
-    processor_parts: ClassVar[tuple[str, ...]] = ("source",)  # what a model directory must bring
+    evaluation_options: ClassVar[tuple[str, ...]] = ()  # those of beam, length_penalty and stride that apply
+    processor_parts: ClassVar[tuple[str, ...]] = ("source",)  # parts of the processor that a model directory must have
     has_labels: ClassVar[bool] = False
     needs_mask_token: ClassVar[bool] = False
-    needs_positions: ClassVar[bool] = False  # whether data.max_len may not exceed a table of learned positions
+    needs_positions: ClassVar[bool] = False  # data.max_len must not exceed a table of learned positions
 
     skipped: SkippedExamples = SkippedExamples()
-    n_held_out_cut: int = 0  # held-out texts that ``valid_groups`` last cut to what the model can read
+    n_held_out_cut: int = 0  # held-out texts that the last ``valid_groups`` cut to the length the model can read
     tokens_folder: Path | None = None  # where encoded training texts are stored; None: in memory
-    _sample: Sequence[int] = ()  # the held-out examples that ``_valid_sample`` chose
+    _sample: Sequence[int] = ()  # indices of the held-out examples chosen by ``_valid_sample``
 
     loss = staticmethod(batch_loss)  # (model, batch, smoothing) → the sum of the loss over the batch's targets
 
     def reference_model(self, model: Model) -> Model | None:
-        """A frozen model that the loss compares ``model`` with, its last argument; None: there is none."""
+        """A frozen model that is passed to the loss as its last argument; None if the loss needs none."""
         return None
 
     def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
         self.config, self.source = config, source
         self.processor = processor if processor is not None else self._new_processor()
 
-    # What a task must define.
+    # Abstract methods.
 
     @property
     @abstractmethod
     def model_config(self) -> ModelConfig:
-        """The config's model with what the data decide: vocabulary, classes, lengths, special tokens."""
+        """The model config with the fields that follow from the data: vocabulary, classes, lengths, special tokens."""
 
     @abstractmethod
     def _new_processor(self) -> Processor:
@@ -153,7 +154,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def batch_plan(self) -> BatchPlan:
-        """Which training examples make up which batch."""
+        """Which training examples each batch consists of."""
 
     @abstractmethod
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
@@ -161,19 +162,19 @@ class Task(ABC):
 
     @abstractmethod
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        """Held-out examples once each: batches, and which example each row belongs to (of texts: which row)."""
+        """Each held-out example once, in batches, with the index of each row's example (plain text: of the row)."""
 
     # Batches.
 
     @property
     def notes(self) -> list[str]:
-        """What to say of the training data before the first step."""
+        """Notes about the training data, printed before the first step."""
         return [note for note in (held_out_note(self.source.split), self.skipped.to_text()) if note is not None]
 
     def batch(self, number: int) -> Batch:
         """Training batch ``number`` of the whole run, counted from 0."""
-        epoch, place = self.batch_plan.at(number)
-        return self._train_batch(epoch, self.batch_plan.batch(epoch, place).tolist())
+        epoch, position = self.batch_plan.at(number)
+        return self._train_batch(epoch, self.batch_plan.batch(epoch, position).tolist())
 
     @property
     def batches_per_epoch(self) -> int:
@@ -189,30 +190,30 @@ class Task(ABC):
 
     @classmethod
     def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
-        """The config with what must be known of the data before anything is made from it."""
+        """The config with fields that must be read from the data before anything is built."""
         return config.with_(data=config.data.with_(kind=source.kind)) if source.kind_implied else config
 
-    # A model without a run directory.
+    # Models without a run directory.
 
     @classmethod
     def accepts(cls, model: ModelConfig) -> bool:
-        """Whether a model of this config was made for the task."""
+        """Whether the task trains models of this config."""
         return (model.architecture, model.source, model.head) in TASK_MODELS[cls.name]
 
     @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
-        """How a model read its data, where only its config says so."""
+        """The data config of a model without a run, as far as its own config tells."""
         return DataConfig(max_len=model.max_len, max_target_len=model.max_target_len or model.max_len)
 
     def check_model(self, model_name: str, model: ModelConfig) -> None:
-        """Raise ValueError where the examples do not fit a trained model."""
+        """Raise ValueError if the examples do not fit a trained model."""
         max_len = self.config.data.max_len
         if self.needs_positions and model.positions == "learned" and max_len > model.max_len:
             raise ValueError(f"max_len={max_len}, but the positions of {model_name} end at {model.max_len}")
 
     @classmethod
     def check_config(cls, config: RunConfig) -> None:
-        """Raise UsageError for a metric that the task does not measure, or for fields that mean nothing to it."""
+        """Raise UsageError for a metric that the task does not measure, or fields that do not apply to it."""
         cls.best_metric(config)
         for name in () if cls.has_labels else ("class_weights", "sampling"):
             if getattr(config.train, name) != TrainConfig.model_fields[name].default:
@@ -222,12 +223,12 @@ class Task(ABC):
 
     @classmethod
     def metric_table(cls, config: RunConfig) -> tuple[str, Mapping[str, str]]:
-        """``criterion`` and ``metric_keys``, where they depend on the data."""
+        """``criterion`` and ``metric_keys``; override it if they depend on the data."""
         return cls.criterion, cls.metric_keys
 
     @classmethod
     def best_metric(cls, config: RunConfig) -> str:
-        """The metric of ``validate`` that the best checkpoint and patience go by."""
+        """The metric of ``validate`` that decides about the best checkpoint and patience."""
         train, (criterion, keys) = config.train, cls.metric_table(config)
         if train.metric != "auto" and train.metric not in keys:
             known = ", ".join(keys)
@@ -238,7 +239,7 @@ class Task(ABC):
         return name
 
     def _valid_sample(self, n: int | None) -> list[Example]:
-        """``n`` of the held-out examples, the same ones in every run on this data; None: all."""
+        """``n`` held-out examples, the same in every run on this data; None: all."""
         valid = self.source.valid
         if n is None or n >= len(valid):
             return self.first(valid)
@@ -249,11 +250,21 @@ class Task(ABC):
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """Metrics beside the loss, and the model's output for each example; nothing where the loss is all there is."""
+        """Metrics besides the loss, and the model's output for each example; empty if the task has only a loss."""
         return {}, []
 
+    def _answers_of_score(
+        self, model: Model, examples: Sequence[Example]
+    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+        """``answers`` of a task that generates no text: the metrics of ``score`` in fp32 without the loss."""
+        if not examples:
+            return {}, []
+        with inference(model):
+            scores = self.score(model, examples, Precision("fp32", model.device))
+        return {"n": scores.n, **{name: x for name, x in scores.metrics.items() if name != "loss"}}, scores.rows
+
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        """What each answer contributes to every metric, for paired comparisons."""
+        """The contribution of each answer to each metric, for paired comparisons."""
         return []
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
@@ -270,22 +281,22 @@ class Task(ABC):
         n_examples: int | None = None,
         **decoding: Any,
     ) -> dict[str, float | str]:
-        """Metrics on the validation set, as a run records them: the loss of the first batches, answers to a sample of
-        the examples. ``loss_of(batch)`` sums over a batch's targets; ``decoding``: beam and length_penalty."""
+        """Metrics on the validation set, as a run records them: the loss of the first ``n_batches``, and the answers to
+        a sample of ``n_examples``. ``loss_of(batch)`` sums over targets; ``decoding``: beam and length_penalty."""
         total, count = 0.0, 0
         for batch in itertools.islice(self.valid_batches(self.first(self.source.valid)), n_batches):
             total += float(loss_of(batch))
             count += batch.n_targets
         if not count:
-            raise BadData(f"{self.source.name} has nothing held out to evaluate on")
-        found: dict[str, float | str] = {"valid_loss": total / count}
+            raise BadData(f"{self.source.name} has no held-out examples to evaluate on")
+        metrics: dict[str, float | str] = {"valid_loss": total / count}
         if self.reports_perplexity:
-            found["perplexity"] = math.exp(min(total / count, 700))
-        return {**found, **self.answers(model, self._valid_sample(n_examples), **decoding)[0]}
+            metrics["perplexity"] = math.exp(min(total / count, 700))
+        return {**metrics, **self.answers(model, self._valid_sample(n_examples), **decoding)[0]}
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
-        """Loss and answer of every example, as a report has them. ``precision`` is that of the loss; generation uses
-        the weights as is. ``options``: those of ``evaluation_options``."""
+        """The loss and the answer of every example, for a report. ``precision`` applies to the loss only, not to
+        generation. ``options``: those of ``evaluation_options``."""
         sums, counts = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
         n_tokens, start = 0, time.perf_counter()
         for index, batch in self.valid_groups(examples):
@@ -297,45 +308,51 @@ class Task(ABC):
             n_tokens += batch.n_tokens
         seconds = time.perf_counter() - start
         loss = self.check_finite(float(sums.sum() / counts.sum()))
-        answered, rows = self.answers(model, examples, **options)
+        answer_metrics, rows = self.answers(model, examples, **options)
         rows = [replace(row, loss=float(each)) for row, each in zip(rows, sums / counts, strict=True)]
-        found: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss), **answered}
-        found.pop("n", None)
-        return Scores(len(examples), found, rows, n_tokens, seconds, losses=(sums, counts))
+        metrics: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss), **answer_metrics}
+        metrics.pop("n", None)
+        return Scores(len(examples), metrics, rows, n_tokens, seconds, losses=(sums, counts))
 
     def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
-        """The statistics of every metric that two models on the same examples can be compared by."""
+        """The statistics of each metric by which two models can be compared on the same examples."""
 
         def statistics(scores: Scores) -> list[Statistics]:
             assert scores.losses is not None
-            found = self.answer_statistics([row.output for row in scores.rows], [row.target for row in scores.rows])
-            # A mean loss over other tokens is another quantity.
-            return [*found, loss_statistics(*scores.losses)] if same_tokens else found
+            answers = self.answer_statistics([row.output for row in scores.rows], [row.target for row in scores.rows])
+            # Mean losses over different tokens are not comparable.
+            return [*answers, loss_statistics(*scores.losses)] if same_tokens else answers
 
         return list(zip(statistics(ours), statistics(theirs), strict=True))
 
     def check_finite(self, loss: float) -> float:
         if not math.isfinite(loss):
             name = self.source.name
-            raise RegardError(f"the loss on {name} is {loss}: the weights, or what they make of it, are broken")
+            raise RegardError(f"the loss on {name} is {loss}: weights or activations are not finite")
         return loss
 
     def examples(self, split: str = "valid", n: int | None = None) -> list[Example]:
-        """The first examples of a set: train, valid, or another one the source holds out."""
+        """The first ``n`` examples of a set: train, valid, or another one that the source holds out."""
         sets = {"valid": self.source.valid, **self.source.others, "train": self.source.train}
         if split not in sets:
-            raise ValueError(f"split={split!r} is none of {', '.join(sets)}")
+            raise ValueError(f"split={split!r} is not one of {', '.join(sets)}")
         return self.first(sets[split], n)
 
     def example_words(self) -> list[str]:
-        """A held-out example as the words that come after ``command`` and the run."""
+        """A held-out example as arguments of ``command``, after the run."""
         return [self.example_input()]
 
     def example_input(self) -> str:
-        """A held-out example as one would type it for ``command``: a text, or an image file."""
+        """A held-out example as an argument of ``command``: a text, or an image file."""
         example = next(iter(self.first(self.source.valid or self.source.train, 1)))
         match example:
-            case Pair(source=text) | Labelled(text=text) | Tagged(text=text):
+            case (
+                Pair(source=text)
+                | Labelled(text=text)
+                | Tagged(text=text)
+                | Triplet(anchor=text)
+                | Question(question=text)
+            ):
                 return text
             case Text(text=text):
                 return " ".join(text.split()[:4])
@@ -351,22 +368,22 @@ class Task(ABC):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of a task that has one."""
+        """The tokenizer of a task that has only one."""
         return self.processor.tokenizer
 
     def _new_tokenizer(self, texts: Iterable[str]) -> Tokenizer:
-        """The tokenizer the config names: read from its file, else trained on these texts."""
+        """The tokenizer that the config names: read from a file, or trained on these texts."""
         data = self.config.data
         kind = self.tokenizer_kind if data.tokenizer == "auto" else data.tokenizer
         if kind in TOKENIZER_KINDS:
             size = data.vocab_size if kind in ("bpe", "unigram") else None
             train = cached_tokenizer if self._is_large else train_tokenizer
-            some = first_texts(texts, MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS)
-            return train(some, cast(TokenizerKind, kind), size, self.template)
+            sample = first_texts(texts, MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS)
+            return train(sample, cast(TokenizerKind, kind), size, self.template)
         return load_tokenizer(kind, self.template)
 
     def _token_fields(self, tokenizer: Tokenizer) -> dict[str, int | None]:
-        """The fields of a model that its tokenizer decides. A foreign model's table may have rows without a token."""
+        """The fields of a model that follow from its tokenizer. A foreign embedding may have rows without a token."""
         size, ids = tokenizer.size, tokenizer.special_ids
         if not tokenizer.is_native and not (tokenizer.has_literal_special_tokens and self.config.train.init is None):
             size = max(size, self.config.model.vocab_size)
@@ -374,23 +391,23 @@ class Task(ABC):
 
     @property
     def _is_large(self) -> bool:
-        """Whether what is made of the training texts is stored for all runs."""
+        """Whether tokenizers and tokens of the training texts are cached for all runs."""
         return isinstance(self.source.train, ExampleFile) and self.source.train.n_bytes > LARGE
 
-    def _tokens(self, what: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None) -> TokenFile:
-        """The tokens of the training texts, ``make``: in memory, or in a folder of this run, or, where they are many,
-        in one that all runs share. ``what`` tells them from others of the same data and tokenizer."""
-        about = f"{self.source.split.train_sha256} {what}"
+    def _tokens(self, name: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None) -> TokenFile:
+        """The tokens of the training texts as computed by ``make()``: in memory, in a folder of this run or, if there
+        are many, in a cache shared by all runs. ``name`` tells apart tokens of the same data and tokenizer."""
+        key = f"{self.source.split.train_sha256} {name}"
         if self._is_large:
             shared = cache_folder() / "tokens"
-            return cached_tokens(shared, about, tokenizer.sha256, tokenizer.size, make, older=folder)
+            return cached_tokens(shared, key, tokenizer.sha256, tokenizer.size, make, older=folder)
         if folder is None:
             return TokenFile.of_pieces(make(), tokenizer.size)
-        return cached_tokens(folder, about, tokenizer.sha256, tokenizer.size, make)
+        return cached_tokens(folder, key, tokenizer.sha256, tokenizer.size, make)
 
-    def _tracked_train(self, what: str) -> Iterator[Example]:
-        """The training examples one after the other, with a bar."""
-        return track(self.source.train, f"tokenising {what}", len(self.source.train), lambda example: 1)
+    def _tracked_train(self, name: str) -> Iterator[Example]:
+        """The training examples in order, with a progress bar."""
+        return track(self.source.train, f"tokenising {name}", len(self.source.train), lambda example: 1)
 
     def _plan_by_length(self, lengths: Any, max_len: int | None = None) -> BatchPlan:
         train = self.config.train
@@ -399,7 +416,7 @@ class Task(ABC):
         )
 
     def _rows_per_batch(self, tokens_per_row: int) -> int:
-        """As many rows of equal length as batch_tokens and batch_size allow."""
+        """The number of rows of equal length that batch_tokens and batch_size allow."""
         train = self.config.train
         rows = max(1, train.batch_tokens // tokens_per_row)
         return rows if train.batch_size is None else min(rows, train.batch_size)
@@ -408,9 +425,9 @@ class Task(ABC):
         return BatchPlan.by_examples(n_rows, self._rows_per_batch(tokens_per_row), seed=self.config.train.seed)
 
     def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> torch.Tensor:
-        """tokens (B, T), T rounded up for fewer distinct shapes, unless the model's positions end before.
+        """Tokens (B, T), with T rounded up to a multiple for fewer distinct shapes, but not beyond ``max_width``.
 
-        A GPU computes eight columns as fast as one; on a CPU every column costs, and short texts have few.
+        A GPU computes eight columns as fast as one; on a CPU every column costs time.
         """
         device = self.config.train.device
         multiple = 2 if device == "cpu" or (device == "auto" and not torch.cuda.is_available()) else 8
@@ -419,7 +436,8 @@ class Task(ABC):
         return pad([*rows, [pad_id] * width], pad_id)[:-1]
 
     def _hide_tokens(self, rows: list[list[int]], epoch: int, index: Sequence[int]) -> list[list[int]]:
-        """Training rows with ``data.hide_rate`` of their tokens masked (Gal & Ghahramani 2016), special ones apart."""
+        """Training rows with a share ``data.hide_rate`` of their tokens masked (Gal & Ghahramani 2016), except special
+        tokens."""
         rate, tokenizer = self.config.data.hide_rate, self.processor.source
         if not rate or tokenizer is None:
             return rows
@@ -433,13 +451,13 @@ class Task(ABC):
 
 
 class ImageTask(Task):
-    """A task whose models read images, a patch being a token."""
+    """A task whose models read images; each patch is a token."""
 
     processor_parts: ClassVar[tuple[str, ...]] = ("image",)
 
     @classmethod
     def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
-        """With three channels where data.channels=auto and one of the first images has colours."""
+        """The config with three channels if data.channels=auto and one of the first 200 images has colours."""
         config = super().complete_config(config, source)
         if config.data.channels != "auto":
             return config
@@ -458,7 +476,7 @@ class ImageTask(Task):
         return (self.config.model.image_size // self.config.model.patch_size) ** 2
 
     def _pixels(self, examples: Sequence[Example], index: Sequence[int], epoch: int | None = None) -> Tensor:
-        """pixels (B, C, H, W) of the images at ``index``, normalised; in an ``epoch`` of training also augmented."""
+        """Pixels (B, C, H, W) of the images at ``index``, normalised and, with an ``epoch``, augmented for training."""
         model, data, image = self.config.model, self.config.data, self.processor.image
         assert image is not None
         shift, flip = (0, False) if epoch is None else (data.shift, data.flip)
@@ -474,27 +492,3 @@ class ImageTask(Task):
             seed=self.config.train.seed,
             epoch=epoch or 0,
         )
-
-
-def index_groups(n: int, size: int) -> Iterator[list[int]]:
-    """0 … n - 1 in order, ``size`` at a time."""
-    return (list(range(first, min(first + size, n))) for first in range(0, n, size))
-
-
-def group_by_length(sizes: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices in groups of similar length, longest first, each of at most ``max_tokens``."""
-    order = np.argsort(np.asarray(sizes), kind="stable")[::-1].tolist()
-    group: list[int] = []
-    for index in order:
-        if group and (len(group) + 1) * sizes[group[0]] > max_tokens:
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group
-
-
-def truncate(rows: list[list[int]], max_len: int) -> tuple[list[list[int]], int]:
-    """Rows of at most ``max_len`` tokens, each keeping its last token, which ends it; and how many were cut."""
-    n_longer = sum(len(row) > max_len for row in rows)
-    return [row if len(row) <= max_len else [*row[: max_len - 1], row[-1]] for row in rows], n_longer

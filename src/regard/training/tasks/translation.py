@@ -1,4 +1,4 @@
-"""Translation: a source text, and the target it becomes."""
+"""Translation of a source text into a target text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch.nn.functional as F
 
-from ...config import ModelConfig, RunConfig
-from ...data.batching import BatchPlan
+from ...config import Kind, ModelConfig, RunConfig
+from ...data.batching import BatchPlan, group_by_length, truncate
 from ...data.bpe_dropout import BpeDropout
 from ...data.examples import Example, Pair
 from ...data.sources import Source
@@ -24,7 +24,7 @@ from ...text.tokenizer import Tokenizer
 from ..loss import Batch, shift_targets
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task, group_by_length, truncate
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task
 
 
 class Translate(Task):
@@ -32,7 +32,7 @@ class Translate(Task):
 
     name = "translate"
     command = "translate"
-    kinds = ("pairs",)
+    kinds: ClassVar[tuple[Kind, ...]] = ("pairs",)
     template = "eos"
     metric_keys: ClassVar[Mapping[str, str]] = {"loss": "valid_loss", "bleu": "bleu", "chrf": "chrf", "exact": "exact"}
     evaluation_options = ("beam", "length_penalty")
@@ -40,7 +40,7 @@ class Translate(Task):
     def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
         super().__init__(config, source, processor)
         if config.data.bpe_dropout and not all(side.merge_ranks for side in (self._source, self._target)):
-            raise UsageError("data.bpe_dropout is for data.tokenizer=bpe: no other kind has merges to leave out")
+            raise UsageError("data.bpe_dropout is for data.tokenizer=bpe: no other kind has merges to skip")
 
     def _new_processor(self) -> Processor:
         train = [cast(Pair, x) for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
@@ -62,9 +62,9 @@ class Translate(Task):
         model, target, target_size = self.config.model, self.processor.target, None
         if target is not None and target.is_native:
             target_size = target.size
-        elif target is not None and model.target_vocab_size is not None:  # Marian's two sides share one vocabulary
+        elif target is not None and model.target_vocab_size is not None:  # None for Marian: one vocabulary
             target_size = max(target.size, model.target_vocab_size)
-        sizes = {"target_vocab_size": target_size, "max_len": self._readable[0]}
+        sizes = {"target_vocab_size": target_size, "max_len": self._max_lengths[0]}
         return model.with_(**sizes, **self._token_fields(self._source))
 
     @cached_property
@@ -74,7 +74,7 @@ class Translate(Task):
         def side(name: str, tokenizer: Tokenizer, first: list[int]) -> TokenFile:
             def pieces() -> Pieces:
                 texts = (getattr(x, name) for x in self._tracked_train(f"{name}s"))
-                return whole_documents([*first, *ids] for ids in _encode_with_end(tokenizer, texts))
+                return whole_documents([*first, *ids] for ids in encode_with_end(tokenizer, texts))
 
             return self._tokens(name, tokenizer, pieces, None)
 
@@ -83,26 +83,26 @@ class Translate(Task):
     def _encode(self, examples: Sequence[Example]) -> tuple[list[list[int]], list[list[int]]]:
         """Sources end with <eos>; targets also begin with <bos>."""
         pairs = cast(Sequence[Pair], examples)
-        sources = list(_encode_with_end(self._source, (x.source for x in pairs)))
-        targets = _encode_with_end(self._target, (x.target for x in pairs))
+        sources = list(encode_with_end(self._source, (x.source for x in pairs)))
+        targets = encode_with_end(self._target, (x.target for x in pairs))
         return sources, [[self._target.bos_id, *row] for row in targets]
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
         data = self.config.data
         lengths = np.stack([side.sizes for side in self._train], axis=1)
-        most = np.asarray([data.max_len, data.max_target_len or data.max_len])
-        longer = np.any(lengths > most, axis=1)
+        limits = np.asarray([data.max_len, data.max_target_len or data.max_len])
+        too_long = np.any(lengths > limits, axis=1)
         if data.too_long == "truncate":
-            self.skipped = SkippedExamples(n_cut=int(longer.sum()), max_len=data.max_len)
-            return self._plan_by_length(np.minimum(lengths, most))
-        self.skipped = SkippedExamples(n_dropped=int(longer.sum()), max_len=data.max_len)
-        # The plan knows one limit for both sides, so what is too long on its own side is made too long for that.
-        return self._plan_by_length(np.where(longer[:, None], most.max() + 1, lengths), int(most.max()))
+            self.skipped = SkippedExamples(n_cut=int(too_long.sum()), max_len=data.max_len)
+            return self._plan_by_length(np.minimum(lengths, limits))
+        self.skipped = SkippedExamples(n_dropped=int(too_long.sum()), max_len=data.max_len)
+        # The plan has one limit for both sides, so a pair that is too long on one side gets a length beyond it.
+        return self._plan_by_length(np.where(too_long[:, None], limits.max() + 1, lengths), int(limits.max()))
 
     @cached_property
     def _bpe_dropout(self) -> tuple[BpeDropout, BpeDropout]:
-        """Sources and targets to be cut anew in every epoch."""
+        """Sources and targets, segmented differently in every epoch."""
 
         def side(name: str, tokenizer: Tokenizer) -> BpeDropout:
             texts = (getattr(x, name) for x in self._tracked_train(f"{name}s"))
@@ -111,16 +111,16 @@ class Translate(Task):
         return side("source", self._source), side("target", self._target)
 
     def _train_rows(self, epoch: int, index: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-        """Sources and targets at ``index``; what would be too long when it is cut anew is left as it was."""
+        """Sources and targets at ``index``. With BPE-dropout, a pair that would become too long is left as it is."""
         sources, targets = ([side.document(i) for i in index] for side in self._train)
         if not self.config.data.bpe_dropout:
             return sources, targets
         new_sources, new_targets = (side.rows(epoch, index) for side in self._bpe_dropout)
-        most_source, most_target = self._readable
-        for place, (source, target) in enumerate(zip(new_sources, new_targets, strict=True)):
-            if len(source) < most_source and len(target) < most_target:
-                sources[place] = [*source, self._source.eos_id]
-                targets[place] = [self._target.bos_id, *target, self._target.eos_id]
+        max_source, max_target = self._max_lengths
+        for i, (source, target) in enumerate(zip(new_sources, new_targets, strict=True)):
+            if len(source) < max_source and len(target) < max_target:
+                sources[i] = [*source, self._source.eos_id]
+                targets[i] = [self._target.bos_id, *target, self._target.eos_id]
         return sources, targets
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
@@ -129,32 +129,32 @@ class Translate(Task):
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         sources, targets = self._encode(examples)
-        most_source, most_target = self._readable
-        sources, n_sources = truncate(sources, most_source)
-        targets, n_targets = truncate(targets, most_target + 1)
+        max_source, max_target = self._max_lengths
+        sources, n_sources = truncate(sources, max_source)
+        targets, n_targets = truncate(targets, max_target + 1)
         self.n_held_out_cut = n_sources + n_targets
         lengths = [max(len(s), len(t)) for s, t in zip(sources, targets, strict=True)]
         for group in group_by_length(lengths, max(self.config.train.batch_tokens, 4096)):
             yield group, self._collate([sources[i] for i in group], [targets[i] for i in group])
 
     @property
-    def _readable(self) -> tuple[int, int]:
-        """Most tokens that the encoder and the decoder have positions for."""
-        most = max(self.config.data.max_len, self.config.model.max_len)
-        return most, self.config.model.max_target_len or most
+    def _max_lengths(self) -> tuple[int, int]:
+        """The numbers of tokens that the encoder and the decoder have positions for."""
+        max_len = max(self.config.data.max_len, self.config.model.max_len)
+        return max_len, self.config.model.max_target_len or max_len
 
     def _collate(self, sources: list[list[int]], targets: list[list[int]]) -> Batch:
         data = self.config.data
         if data.too_long == "truncate":
-            most = data.max_target_len or data.max_len
-            sources, targets = truncate(sources, data.max_len)[0], truncate(targets, most)[0]
-        most_source, most_target = self._readable
-        source = self._pad(sources, self._source.pad_id, most_source)
-        # <bos> apart: the decoder reads all but the last token, so that is what has a width to choose.
-        said = self._pad([row[1:] for row in targets], self._target.pad_id, most_target)
-        read, wanted = shift_targets(F.pad(said, (1, 0), value=targets[0][0]), self._target.pad_id)
+            sources = truncate(sources, data.max_len)[0]
+            targets = truncate(targets, data.max_target_len or data.max_len)[0]
+        max_source, max_target = self._max_lengths
+        source = self._pad(sources, self._source.pad_id, max_source)
+        # Padded without <bos>: the decoder reads all but the last token, so this is its width.
+        target = self._pad([row[1:] for row in targets], self._target.pad_id, max_target)
+        decoder_input, labels = shift_targets(F.pad(target, (1, 0), value=targets[0][0]), self._target.pad_id)
         n_tokens = sum(map(len, sources)) + sum(map(len, targets))
-        return Batch((source, read), wanted, {"source_padding_mask": source != self._source.pad_id}, n_tokens)
+        return Batch((source, decoder_input), labels, {"source_padding_mask": source != self._source.pad_id}, n_tokens)
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
@@ -173,20 +173,20 @@ class Translate(Task):
         return [measure(outputs, references) for measure in measures]
 
     def translate(self, model: Model, texts: Sequence[str], *, beam: int, length_penalty: float = 1.0) -> list[str]:
-        """The model's translations, longest sources first so that groups are of similar length."""
-        ids = [row[: model.config.max_len] for row in _encode_with_end(self._source, texts)]
+        """The translations of the model, generated in groups of texts of similar length."""
+        ids = [row[: model.config.max_len] for row in encode_with_end(self._source, texts)]
         outputs = [""] * len(ids)
         for group in group_by_length([len(row) for row in ids], max(512, 16384 // beam)):
             limit = default_output_length(model.config, max(len(ids[i]) for i in group), multiple=1)
             config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=limit)
             translated = generate(model, [ids[i] for i in group], config)
-            for place, tokens in zip(group, translated.tokens, strict=True):
-                outputs[place] = self._target.decode(tokens)
+            for i, tokens in zip(group, translated.tokens, strict=True):
+                outputs[i] = self._target.decode(tokens)
         return outputs
 
 
-def _encode_with_end(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
-    """Ids of each text, the end at last, which not every foreign file puts there itself."""
+def encode_with_end(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[list[int]]:
+    """The ids of each text with the end-of-text token, which some foreign tokenizers do not add themselves."""
     end = [] if tokenizer.is_native else [tokenizer.eos_id]
     for row in tokenizer.encode_stream(texts):
         yield row if row[-1:] == end else [*row, *end]

@@ -1,4 +1,4 @@
-// The server's answers as JavaScript values. offline.js has the same methods over data that came with the page.
+// The server's API. offline.js and page/page_source.js have the same methods without a server.
 const HEAD = (head) => (head < 0 ? "mean" : String(head));
 
 export class Failure extends Error {}
@@ -7,12 +7,12 @@ async function ask(path, options) {
   let answer;
   try {
     answer = await fetch(path, options);
-  } catch {
-    throw new Failure("offline");
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Failure("offline");
   }
   if (answer.ok) return answer;
   let sentence = `${answer.status} ${answer.statusText}`;
-  try { sentence = (await answer.json()).error ?? sentence; } catch { /* not JSON: the status has to do */ }
+  try { sentence = (await answer.json()).error ?? sentence; } catch { /* not JSON: keep the status */ }
   throw new Failure(sentence);
 }
 
@@ -30,6 +30,9 @@ export class Server {
   offline = false;
 
   constructor(base = "") { this.base = `${base}/api`; }
+
+  /** The URL of a chapter of the course. */
+  chapter(n, language, theme) { return `${this.base.replace(/\/api$/, "")}/learn/${language}/${n}?theme=${theme}`; }
 
   models() { return json(`${this.base}/models`); }
   look(request) { return json(`${this.base}/looks`, post(request)); }
@@ -54,22 +57,32 @@ export class Server {
   walk(look, kind, layer, head, row, col) {
     return json(this.at(look, "walk", { kind, layer, head: HEAD(head), row, col }));
   }
+  why(look, kind, layer, head, row, col) { return json(this.at(look, "why", { kind, layer, head: HEAD(head), row, col })); }
+  story(look, kind, layer, head, row) { return json(this.at(look, "story", { kind, layer, head: HEAD(head), row })); }
+  contributions(look, options) { return json(this.at(look, "contributions", options)); }
+  /** How much each activation of a look restores in another one's run; `signal` aborts. */
+  patching(look, other, options, signal) { return json(this.at(look, "patching", { other: other.id, ...options }), { signal }); }
+  patched(look, other, options) { return json(this.at(look, "patched", { other: other.id, ...options })); }
   patterns(look, kind) { return json(this.at(look, "patterns", { kind })); }
+  experts(look, kind, layer) { return json(this.at(look, "experts", { kind, layer })); }
+  history(look, kind) { return json(this.at(look, "history", { kind })); }
   next(look, options) { return json(this.at(look, "next", options)); }
-  /** How far the predictions at each position are from those of another look at the same text. */
+  /** The distance of the predictions from those of another look at the same text, at each position. */
   changes(look, other) { return json(this.at(look, "changes", { other: other.id })); }
+  fit(look) { return json(this.at(look, "fit", {})); }
+  heads(look) { return json(this.at(look, "heads", {})); }
   logitLens(look, position) { return json(this.at(look, "logit-lens", { position })); }
   beams(look) { return json(this.at(look, "beams", {})); }
   imageUrl(look) { return look.image; }
 
-  /** The look as one file that opens in the same state. */
+  /** The look as a single file that opens in the same state. */
   async html(look, { kind, layer, head }, state) {
     const text = await (await ask(this.at(look, "html", { kind, layer, head: HEAD(head) }))).text();
     const opening = JSON.stringify(state).replaceAll("<", "\\u003c");
     return text.replace(/(id="opening">)[^<]*/, (_, start) => start + opening);
   }
 
-  /** Lines as the model writes, a token each, then the look at what it wrote. */
+  /** Generate: `onLine` receives each token as it arrives; resolves to the look at the whole text. */
   async stream(request, onLine) {
     const answer = await ask(`${this.base}/stream`, post(request));
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

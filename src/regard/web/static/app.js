@@ -1,16 +1,22 @@
-// The page: a head, what is looked at, the views, and the one that is open.
+// The application: header, input, tabs of the views, and the open view.
 import { Failure } from "./api.js";
 import { Composer, example, tagOf } from "./composer.js";
 import { controls, placed } from "./controls.js";
 import { Data, Readings } from "./data.js";
 import { after, el } from "./dom.js";
 import { classes, footer, head, outside, said } from "./frame.js";
-import { LANGUAGES, speaker } from "./i18n.js";
+import { speaker } from "./i18n.js";
 import { listen } from "./keys.js";
 import { Panel } from "./panel.js";
-import { State, kept } from "./state.js";
+import { State, dressPage } from "./state.js";
 import { tip } from "./tip.js";
-import { VIEWS } from "./views/index.js";
+import { VIEWS, viewTerms } from "./views/index.js";
+
+/** Shown in place of a view that this source has no data for: the reason. */
+function sentence(host, text) {
+  host.append(el("p", { class: "told unavailable" }, text));
+  return { update: async () => {}, close: () => {} };
+}
 
 export class App {
   constructor(root, source, initial = {}) {
@@ -25,7 +31,7 @@ export class App {
     this.dress();
     this.build();
     await this.guarded(async () => {
-      this.models = await this.source.models();
+      this.models = await this.source.models((share) => this.showLoading(share)).finally(() => this.parts.stage.replaceChildren());
       if (!this.model()) this.state.now.model = this.models[0]?.id ?? "";
       this.showHead();
       if (!this.state.now.text) this.state.now.text = example(this.model());
@@ -35,20 +41,18 @@ export class App {
     });
   }
 
-  model() { return this.models.find((model) => model.id === this.state.now.model); }
-
-  language() {
-    const asked = [this.state.now.lang, kept.get("lang"), navigator.language?.slice(0, 2)];
-    return asked.find((one) => LANGUAGES.includes(one)) ?? "en";
+  /** Show how much of an in-page model has been downloaded, from 0 to 1. */
+  showLoading(share) {
+    const { stage } = this.parts, { t } = this;
+    if (!stage.querySelector("progress")) stage.replaceChildren(el("label", { class: "loading" }, t("loading"), el("progress")));
+    stage.querySelector("progress").value = share;
   }
 
-  /** Language and theme, before anything is drawn. */
+  model() { return this.models.find((model) => model.id === this.state.now.model); }
+
+  /** Apply language and theme; called before anything is drawn. */
   dress() {
-    this.t = speaker(this.language());
-    const dark = matchMedia("(prefers-color-scheme: dark)");
-    const theme = this.state.now.theme || kept.get("theme") || (dark.matches ? "dark" : "light");
-    document.documentElement.lang = this.language();
-    document.documentElement.dataset.theme = theme;
+    this.t = speaker(dressPage(this.state.now));
     document.title = `regard · ${this.t("title")}`;
   }
 
@@ -57,23 +61,23 @@ export class App {
     this.parts = {
       head: el("header"), says: el("div", { class: "says" }), message: el("p", { class: "message", role: "alert" }), nav: el("nav", { role: "tablist" }),
       controls: el("div", { class: "controls" }), stage: el("section", { class: "stage" }), aside: el("aside", { "aria-live": "polite" }),
-      footer: el("footer"),
+      terms: el("div", { class: "terms" }), footer: el("footer"),
     };
     this.parts.main = el("main", {}, this.parts.stage, this.parts.aside);
-    const picture = this.composer?.picture ?? null; // outlives a change of language
+    const picture = this.composer?.picture ?? null; // kept when the language changes
     this.composer = new Composer({ t, state, picture, onLook: (values) => { state.set(values); this.guarded(() => this.run()); } });
-    this.panel = new Panel(this.parts.aside, t, state);
-    const { head, says, message, nav, main, footer } = this.parts;
+    this.panel = new Panel(this.parts.aside, t, state, this.source.offline ? null : () => this.go("walk"));
+    const { head, says, message, nav, main, terms, footer } = this.parts;
     const writing = this.source.offline ? said(this) : this.composer.node;
-    this.root.replaceChildren(head, writing, message, says, nav, this.parts.controls, main, footer);
+    this.root.replaceChildren(head, writing, message, says, nav, this.parts.controls, main, terms, footer);
     this.showHead();
   }
 
   showHead() { this.parts.head.replaceChildren(...head(this)); }
 
   change(model) {
-    this.look = null; // nothing is asked of the old one any more
-    const { text } = this.state.now, own = text !== example(this.model()); // an example was not the reader's own
+    this.look = null; // no further requests to the old model
+    const { text } = this.state.now, own = text !== example(this.model()); // keep the text unless it is the old model's example
     this.state.set({ model, text: own ? text : "", kind: "", layer: -1, head: -1, row: -1, col: -1, target: "", zoom: "", off: "", from: 0 });
     if (!this.state.now.text) this.state.now.text = example(this.model());
     this.composer.update(this.model());
@@ -81,11 +85,11 @@ export class App {
     if (!this.composer.missing()) this.guarded(() => this.run());
   }
 
-  /** Look at what is written. */
+  /** Request a look at the current input. */
   async run() {
     const missing = this.source.offline ? null : this.composer.missing();
     if (missing) throw new Failure(this.t(missing));
-    if (this.look && this.view?.write && this.composer.streams()) { // a view that shows how it is written
+    if (this.look && this.view?.write && this.composer.streams()) { // a view that shows the text being generated
       this.composer.busy(this.t("writing"));
       await this.view.write();
       return;
@@ -97,47 +101,52 @@ export class App {
   }
 
   async open(look) {
+    this.adopt(look);
+    await this.present();
+  }
+
+  /** Make this the current look; the screen does not change until `present`. */
+  adopt(look) {
     this.look = look;
     this.tokens = new Data(this.source, look);
     this.readings = new Readings(this.source, look);
     this.composer.wrote(look);
     this.hold(look);
     this.showSaid();
-    await this.present();
   }
 
-  /** Until the reader chooses a view or a token, the one is held where the model was least sure. */
+  /** Pin the least certain token, unless the user has chosen a view or a token. */
   hold(look) {
     const { now } = this.state;
     if (!now.view && now.row < 0 && placed(look, now, this.opening().kind).kind !== "encoder") now.row = look.uncertain ?? -1;
   }
 
-  /** What the model says of its input, and what of the input it never learned. */
+  /** Show the predicted classes, and the parts of the input that the model never learned. */
   showSaid() {
     const { look, t } = this, model = this.source.offline ? null : this.model();
     const missesTag = Boolean(model?.tags.length) && !tagOf(model, look.text ?? "");
     this.parts.says.replaceChildren(...[classes(look, t), outside(look, missesTag, t)].filter(Boolean));
   }
 
-  /** Whether tokens are joined or hidden, in views that can. */
+  /** Whether this view shows joined words or hides special tokens. */
   isMerged(view) {
     const { words, specials } = this.state.now;
     return view.controls.includes("words") && !this.source.offline && (words || !specials);
   }
 
-  /** The look's numbers as a view reads them: token by token, or with words joined and special tokens hidden. */
+  /** The data of a view: token by token, or with words joined and special tokens hidden. */
   reading(view) {
     const { words, specials } = this.state.now;
     return this.isMerged(view) ? this.readings.of({ words, specials }) : this.tokens;
   }
 
-  /** What a reader has to know of joined words and hidden tokens. */
+  /** A note on joined words and hidden tokens. */
   readingNote() {
     const { words = false, specials = true } = this.data.look.reading ?? this.source.reading ?? {};
     return [words && this.t("words.joined"), !specials && this.t("specials.hidden")].filter(Boolean).join(" ");
   }
 
-  /** To another view; rows of words are not rows of tokens, so nothing stays held between the two. */
+  /** Open another view. Rows of words are not rows of tokens, so a switch between the two unpins everything. */
   go(id, values = {}) {
     const view = VIEWS.find((one) => one.id === id), held = this.isMerged(view) === this.isMerged(this.opened) ? {} : { row: -1, col: -1 };
     this.state.set({ ...held, ...values, view: id });
@@ -146,21 +155,21 @@ export class App {
   forget() {
     this.view?.close();
     this.view = this.look = null;
-    for (const part of ["says", "nav", "controls", "stage", "aside", "footer"]) this.parts[part].replaceChildren();
+    for (const part of ["says", "nav", "controls", "stage", "aside", "terms", "footer"]) this.parts[part].replaceChildren();
     const missing = this.composer.missing();
     if (missing) this.parts.stage.append(el("p", { class: "caption" }, this.t(missing)));
   }
 
-  /** Views that have something to show of this look. */
+  /** The views that apply to this look. */
   views() { return VIEWS.filter((view) => view.fits(this)); }
 
-  /** The view that is asked for, or else the first that suits this look. */
+  /** The requested view, or else the first that opens by default for this look. */
   opening() {
     const views = this.views();
     return views.find((view) => view.id === this.state.now.view) ?? views.find((view) => view.opens?.(this) ?? true);
   }
 
-  /** One failure, one sentence; the page stays as it was. */
+  /** Run `work`; a failure shows its message and leaves the page as it was. */
   async guarded(work) {
     this.parts.message.textContent = "";
     this.busy(1);
@@ -176,11 +185,11 @@ export class App {
     }
   }
 
-  /** What went wrong in the reader's language; the server's sentences are fetched when one is needed. */
+  /** An error message in the page's language; the translations are loaded when the first one is needed. */
   async sentence(message) {
-    if (message === "offline") return this.t("error.offline");
+    if (message === "offline") return this.t(this.source.inPage ? "page.offline" : "error.offline");
     if (this.source.offline) return message;
-    return (await import("./server_errors.js")).serverError(message, this.language());
+    return (await import("./server_errors.js")).serverError(message, document.documentElement.lang);
   }
 
   busy(change) {
@@ -204,21 +213,24 @@ export class App {
       type: "button", role: "tab", "aria-selected": String(view === kind), "data-view": view.id,
       onclick: () => this.go(view.id),
     }, this.t(`view.${view.id}`))));
-    const { nav } = this.parts, chosen = nav.querySelector("[aria-selected=true]"); // on a phone not all of them fit
+    const { nav } = this.parts, chosen = nav.querySelector("[aria-selected=true]"); // not all tabs fit on a phone
     nav.scrollLeft = chosen.offsetLeft - nav.offsetLeft - (nav.clientWidth - chosen.offsetWidth) / 2;
+    const missing = this.source.unavailable?.[kind.id];
+    this.wants = missing ? [] : kind.controls ?? [];
     this.panelled = kind.panel && !this.source.overviewOnly;
     this.parts.main.classList.toggle("wide", !this.panelled);
-    this.view = kind.open(this.parts.stage, this);
+    this.view = missing ? sentence(this.parts.stage, this.t(missing)) : kind.open(this.parts.stage, this);
     this.showControls();
-    this.parts.footer.replaceChildren(...footer(this));
+    this.parts.terms.replaceChildren(...viewTerms(this, kind.id));
+    this.parts.footer.replaceChildren(...(missing ? [] : footer(this)));
     this.refresh(new Set(["view"]));
   }
 
   showControls() {
     if (!this.look || document.activeElement?.closest?.(".controls input")) return;
     const held = document.activeElement?.closest?.(".controls [aria-label]")?.getAttribute("aria-label");
-    this.parts.controls.replaceChildren(...controls(this, this.opened.controls ?? []));
-    if (held) this.parts.controls.querySelector(`[aria-label="${CSS.escape(held)}"]`)?.focus(); // the keyboard stays where it was
+    this.parts.controls.replaceChildren(...controls(this, this.wants));
+    if (held) this.parts.controls.querySelector(`[aria-label="${CSS.escape(held)}"]`)?.focus(); // keep the keyboard focus
   }
 
   refresh(changed) {

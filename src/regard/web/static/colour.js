@@ -1,4 +1,4 @@
-// Colours of weights: one path through OKLCH whose lightness is linear in the weight, so equal steps look equal.
+// Colours of weights: a path through OKLCH with lightness linear in the weight, so that equal steps look equal.
 const STEPS = 256;
 const PATHS = {
   light: { l: [0.985, 0.34], hue: [62, 18], chroma: 0.17 },
@@ -35,7 +35,7 @@ function table({ l, hue, chroma }) {
 
 const TABLES = { light: table(PATHS.light), dark: table(PATHS.dark) };
 
-/** Weights 0 … max to 0 … 1; the logarithmic one shows four decades below the largest. */
+/** Map weights 0 … max to 0 … 1; the logarithmic scale covers four decades below max. */
 export function scaled(value, max, log) {
   if (!(value > 0) || !(max > 0)) return 0;
   return log ? Math.max(0, 1 + Math.log10(value / max) / 4) : Math.min(1, value / max);
@@ -48,12 +48,15 @@ export function heat(t, theme) {
 
 export const css = ([r, g, b], alpha = 1) => (alpha === 1 ? `rgb(${r},${g},${b})` : `rgba(${r},${g},${b},${alpha})`);
 
-/** A text colour that is readable on a heat colour. */
+/** The colour of category i of n: evenly spaced hues of equal lightness. */
+export const hue = (i, n, theme) => (theme === "dark" ? oklchToRgb(0.5, 0.1, (360 * i) / n + 40) : oklchToRgb(0.86, 0.09, (360 * i) / n + 40));
+
+/** A text colour with enough contrast on a heat colour. */
 export function inkOn([r, g, b]) {
   return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#1d1915" : "#fffaf4";
 }
 
-/** Positive and negative numbers (queries, keys, values): accent for plus, a quiet slate for minus. */
+/** The colour of a signed number: accent for positive, slate for negative. */
 export function signed(value, max, theme) {
   const t = max > 0 ? Math.min(1, Math.abs(value) / max) : 0;
   if (value >= 0) return heat(0.72 * t, theme);
@@ -61,7 +64,7 @@ export function signed(value, max, theme) {
   return zero.map((c, i) => Math.round(c + (minus[i] - c) * t));
 }
 
-/** The colours the page itself uses, read from its style sheet. */
+/** The page's own colours, read from its style sheet. */
 export function palette() {
   const style = getComputedStyle(document.documentElement);
   const of = (name) => style.getPropertyValue(`--${name}`).trim();

@@ -1,15 +1,15 @@
-// What is looked at: a text, a text and its translation, or an image and its caption.
+// The input form: a text, a text and its translation, or an image and its caption.
 import { el, segmented } from "./dom.js";
 
 const BEAMS = [1, 2, 3, 4, 5, 8];
 
-/** A text that suits the model, so that the first page is not an empty one: one of its own data where that is known. */
+/** An example text for the model, from its own data if available, so that the page never opens empty. */
 export function example(model) {
   if (model.image) return "";
   return model.examples[0] ?? (model.source ? "The teacher gave the student a book." : "The cat sat on the mat because it was warm.");
 }
 
-/** The tag that a text begins with, of those a model learned. */
+/** The model's tag that a text starts with, if any. */
 export const tagOf = (model, text) => model.tags.find((tag) => text.startsWith(tag));
 
 const pngUrl = (base64) => `data:image/png;base64,${base64}`;
@@ -57,7 +57,7 @@ export class Composer {
     this.text?.addEventListener("input", () => this.node.querySelector(".tags")?.replaceWith(this.tags()));
   }
 
-  /** The tags that the sentences of its data begin with; the one of this sentence is chosen. */
+  /** Buttons for the tags that the model's training sentences start with; the one of this text is selected. */
   tags() {
     const { tags } = this.model, text = this.text?.value ?? "", tag = tagOf(this.model, text);
     if (!tags.length) return null;
@@ -65,7 +65,7 @@ export class Composer {
     return el("div", { class: "tags" }, el("span", {}, this.t("tags")), segmented(this.t("tags"), tags.map((one) => [one, one]), tag, pick));
   }
 
-  /** Inputs of the data it learned from, which it has not seen. */
+  /** Buttons for held-out examples of the model's data. */
   examples() {
     const { image, examples } = this.model;
     if (!examples.length) return null;
@@ -105,7 +105,7 @@ export class Composer {
     this.onLook(values);
   }
 
-  /** The words of POST /api/looks. */
+  /** The body of POST /api/looks. */
   request(variant) {
     const { model, text, target, beam } = this.state.now;
     const out = { model, ...(variant ? { variant } : {}) };
@@ -117,18 +117,18 @@ export class Composer {
     return out;
   }
 
-  /** Whether what is asked for can be watched while it is written. */
+  /** Whether the text can be streamed while it is generated. */
   streams() {
     const { target, beam } = this.state.now;
     return Boolean(this.model.source && this.model.generates && !target && beam === 1);
   }
 
-  /** What the model wrote stands where a translation of one's own would. */
+  /** Show the generated text in the field for a target. */
   wrote(look) {
     if (this.target && look.target) this.target.placeholder = look.target;
   }
 
-  /** What is missing before anything can be looked at: the key of a sentence, or nothing. */
+  /** The key of a message about missing input; null if there is none. */
   missing() {
     if (this.model.image) return this.picture ? null : "error.image";
     return this.state.now.text.trim() ? null : "error.text";

@@ -1,10 +1,10 @@
-// Which attention, which layer, which head; and the few settings a view asks for.
+// The controls above a view: kind, layer and head, and the view's own settings.
 import { check, el, segmented, slider, stepper } from "./dom.js";
 
 const around = (n, size, low = 0) => ((n - low + size - low) % (size - low)) + low;
-const START = { row: -1, col: -1, zoom: "", from: 0 }; // of another matrix nothing is held yet
+const START = { row: -1, col: -1, zoom: "", from: 0 }; // a new matrix starts unpinned and unzoomed
 
-/** Kind, layer and head as the look has them: a link may ask for more than this model's, a view for `only` one kind. */
+/** Kind, layer and head, clamped to what the look has; `only`: the one kind that a view shows. */
 export function placed(look, now, only) {
   const kinds = Object.keys(look.kinds), asked = only ?? now.kind;
   const kind = kinds.includes(asked) ? asked : kinds.includes("cross") ? "cross" : kinds[0];
@@ -36,7 +36,7 @@ const PARTS = {
   top: ({ state, t }) => slider(t("top"), { min: 1, max: 12, step: 1 }, state.now.top, String, (top) => state.set({ top })),
   log: ({ state, t }) => check(t("log"), state.now.log, (log) => state.set({ log })),
   words({ look, source, state, t }) {
-    if (source.offline) return null; // a page from a file has the tokens it was written with
+    if (source.offline) return null; // a page from a file has a fixed choice
     const { words, specials } = state.now, hasText = Boolean(look.text || look.target);
     return [hasText && check(t("words"), words, (on) => state.set({ ...START, words: on }), "words"),
       check(t("specials"), specials, (on) => state.set({ ...START, specials: on }), "specials")];
@@ -51,11 +51,11 @@ const PARTS = {
 };
 const WHERE = ["kind", "layer", "head"];
 
-/** Where one is, and how it is shown: two lines where one is too short. */
+/** Two groups of controls: the selected attention, and the settings. */
 export function controls(app, wants) {
   const { t } = app, where = app.where(), line = (name, parts) => parts.some(Boolean) && el("div", { class: name }, parts);
   const made = (names) => names.filter((name) => wants.includes(name)).flatMap((name) => PARTS[name](app, where));
-  const place = app.source.only // one head alone came with the page
+  const place = app.source.only // the page contains a single head
     ? [el("span", { class: "quiet" }, `${t(`kind.${where.kind}`)} · ${t("layer")} ${where.layer + 1} · ${t("head")} ${where.head < 0 ? t("head.mean") : where.head + 1}`)]
     : made(WHERE);
   return [line("where", place), line("how", made(Object.keys(PARTS).filter((name) => !WHERE.includes(name))))].filter(Boolean);

@@ -1,4 +1,4 @@
-// One look's numbers, fetched once: labels in pages, weights in tiles of 256 × 256.
+// The data of one look, each part fetched once: labels in pages, weights in tiles of 256 × 256.
 const SIDE = 256;
 const PAGE = 2048;
 const KEEP = 160; // tiles of 256 KB: at most 40 MB
@@ -10,10 +10,10 @@ export class Data {
     this.memory = new Map();
   }
 
-  /** The promise of something, made once; a failure is forgotten so that it can be asked again. */
+  /** A cached promise, least recently used dropped first; a failed one is not kept, so it can be retried. */
   once(key, make) {
     let found = this.memory.get(key);
-    if (found) this.memory.delete(key); // last used goes last
+    if (found) this.memory.delete(key); // move to the end: most recently used
     else {
       found = make();
       found.catch(() => this.memory.delete(key));
@@ -28,7 +28,7 @@ export class Data {
     return { rows, cols, layers, heads };
   }
 
-  /** Whether rows of this kind are places at which the model writes, token by token. */
+  /** Whether each row of this kind is a position with a next-token prediction. */
   writes(kind) { return kind !== "encoder" && this.look.uncertain !== undefined && !this.look.reading && !this.source.offline; }
 
   labels(kind, axis) {
@@ -47,7 +47,7 @@ export class Data {
       this.source.tile(this.look, kind, layer, head, r, Math.min(rows, r + SIDE), c, Math.min(cols, c + SIDE)));
   }
 
-  /** Weights of any rows × cols, put together of aligned tiles. */
+  /** The weights of any rows × cols, assembled from aligned tiles. */
   async block(kind, layer, head, r0, r1, c0, c1) {
     const height = r1 - r0, width = c1 - c0, values = new Float32Array(height * width);
     const { cols } = this.size(kind), work = [];
@@ -76,7 +76,7 @@ export class Data {
       this.source.top(this.look, kind, layer, head, row, Math.min(k, this.size(kind).cols)));
   }
 
-  /** The whole matrix in at most h × w cells: itself where it is that small. */
+  /** The whole matrix pooled into at most h × w cells; unpooled if it is small. */
   overview(kind, layer, head, h, w) {
     const { rows, cols } = this.size(kind);
     if (rows <= SIDE && cols <= SIDE) return this.block(kind, layer, head, 0, rows, 0, cols);
@@ -97,12 +97,20 @@ export class Data {
       this.source.walk(this.look, kind, layer, head, row, col));
   }
 
+  why(kind, layer, head, row, col) {
+    return this.once(`why ${kind} ${layer} ${head} ${row} ${col}`, () => this.source.why(this.look, kind, layer, head, row, col));
+  }
+
+  story(kind, layer, head, row) { return this.once(`story ${kind} ${layer} ${head} ${row}`, () => this.source.story(this.look, kind, layer, head, row)); }
+  contributions(options) { return this.once(`contributions ${JSON.stringify(options)}`, () => this.source.contributions(this.look, options)); }
   patterns(kind) { return this.once(`patterns ${kind}`, () => this.source.patterns(this.look, kind)); }
+  experts(kind, layer) { return this.once(`experts ${kind} ${layer}`, () => this.source.experts(this.look, kind, layer)); }
+  history(kind) { return this.once(`history ${kind}`, () => this.source.history(this.look, kind)); }
   beams() { return this.once("beams", () => this.source.beams(this.look)); }
   next(options) { return this.once(`next ${JSON.stringify(options)}`, () => this.source.next(this.look, options)); }
 }
 
-/** The same look read in other ways: with sub-words joined, with special tokens hidden. */
+/** The same look with sub-words joined or special tokens hidden. */
 export class Readings {
   constructor(source, look) { Object.assign(this, { source, look, found: new Map() }); }
 
@@ -110,7 +118,7 @@ export class Readings {
     const key = JSON.stringify(reading), { found, source } = this;
     if (!found.has(key)) {
       const asked = source.read(this.look, reading).then((look) => new Data(source, look));
-      asked.catch(() => found.delete(key)); // it can be asked again
+      asked.catch(() => found.delete(key)); // can be retried
       found.set(key, asked);
     }
     return found.get(key);

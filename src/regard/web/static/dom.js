@@ -1,4 +1,4 @@
-// Small tools: make an element, show a number, show a token.
+// Helpers: create elements, format numbers and tokens, build controls.
 import { speaker } from "./i18n.js";
 
 export function el(tag, props = {}, ...children) {
@@ -6,7 +6,7 @@ export function el(tag, props = {}, ...children) {
   for (const [key, value] of Object.entries(props)) {
     if (value === undefined || value === null || value === false) continue;
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (key === "style") node.style.cssText = value; // as an attribute, the page's policy would refuse it
+    else if (key === "style") node.style.cssText = value; // a style attribute would violate the content security policy
     else if (key in node && typeof value !== "string") node[key] = value;
     else node.setAttribute(key, value === true ? "" : value);
   }
@@ -14,7 +14,7 @@ export function el(tag, props = {}, ...children) {
   return node;
 }
 
-/** A weight to read: six decimals, or an exponent where six decimals would show nothing. */
+/** A weight with six decimals, or in scientific notation if it is tiny. */
 export function number(value) {
   if (value === null || value === undefined) return "–";
   if (value === Infinity || value === "inf") return "∞";
@@ -29,7 +29,16 @@ export const brief = (value) => {
   const size = Math.abs(value);
   return (size !== 0 && size < 0.005 ? value.toExponential(0) : value.toFixed(2)).replace("-", "−");
 };
-/** A probability to read. */
+
+/** Two or three digits, so that a sum can be followed by eye; tooltips and files have all digits. */
+export function rounded(value) {
+  if (!Number.isFinite(value)) return number(value);
+  const size = Math.abs(value);
+  const text = size !== 0 && (size < 0.0005 || size >= 1e4) ? value.toExponential(1) : value.toFixed(size < 1 ? 3 : size < 100 ? 2 : 0);
+  return text.replace("e+", "e").replaceAll("-", "−");
+}
+
+/** A probability in percent. */
 export function percent(share) {
   if (!(share > 0)) return "0%";
   if (share < 1e-4) return "<0.01%";
@@ -41,14 +50,14 @@ export const count = (n) => n.toLocaleString("en-US").replaceAll(",", "\u202f");
 
 const UNSEEN = { "": "∅", " ": "␣", "\n": "⏎", "\t": "⇥", "\r": "⏎" };
 
-/** A token on the screen; the patches of an image are counted from 1 there. */
+/** A token as the page shows it; image patches count from 1. */
 export function shown(label) {
   const patch = label.box && /^patch (\d+),(\d+)$/.exec(label.text);
   if (!patch) return tokenText(label);
   return speaker(document.documentElement.lang)("patch", { row: Number(patch[1]) + 1, col: Number(patch[2]) + 1 });
 }
 
-/** A token in a file: white space gets a sign, the rest stays as it is. */
+/** A token as plain text; one of only whitespace is shown by symbols. */
 export function tokenText(label) {
   const text = typeof label === "string" ? label : label.text;
   if (text.trim() !== "") return text.replace(/\s+/g, " ").trim();
@@ -83,7 +92,7 @@ export function check(name, value, onPick, id) {
   return el("label", { class: "check" }, box, el("span", {}, name));
 }
 
-/** How much of the first screen is left below the top of a node. */
+/** The height from the top of a node to the bottom of the first screen. */
 export const screenBelow = (node) => innerHeight - node.getBoundingClientRect().top - scrollY;
 
 export function after(ms, work) {
@@ -91,7 +100,7 @@ export function after(ms, work) {
   return (...args) => { clearTimeout(timer); timer = setTimeout(() => work(...args), ms); };
 }
 
-/** The tokens near one of them as the options of a select; a list of thousands is no list. */
+/** Fill a select with the tokens near one position: thousands of options would be unusable. */
 export function offer(select, labels, at, near = 300) {
   const from = Math.max(0, at - near);
   select.replaceChildren(...labels.slice(from, at + near).map((label, i) =>

@@ -1,4 +1,4 @@
-// Files of exactly what is on the screen.
+// Saves what is on the screen as SVG, PNG, CSV or HTML.
 import { el } from "./dom.js";
 
 function save(name, content, type) {
@@ -15,7 +15,7 @@ const cell = (value) => {
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 };
 
-/** Rows of values as CSV; a byte-order mark, since spreadsheets read Korean wrongly without it. */
+/** Rows of values as CSV with a byte order mark, without which spreadsheets misread Korean. */
 export const csvOf = (rows) => `\ufeff${rows.map((row) => row.map(cell).join(",")).join("\r\n")}\r\n`;
 
 export async function exported(kind, name, app) {
@@ -24,7 +24,7 @@ export async function exported(kind, name, app) {
   if (kind === "png") save(`${name}.png`, await view.sheet.png());
   if (kind === "csv") save(`${name}.csv`, csvOf(await view.rows()), "text/csv");
   if (kind === "html") {
-    const { model, text, target, ...state } = app.state.now; // what it says is inside
+    const { model, text, target, ...state } = app.state.now; // the file contains the text itself
     save(`${name}.html`, await app.source.html(app.data.look, app.where(), { ...state, ...app.where() }), "text/html");
   }
 }

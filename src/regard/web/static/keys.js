@@ -1,4 +1,4 @@
-// The keyboard: arrows, / ? Esc m and digits.
+// Keyboard shortcuts: arrows, / ? Esc m and digits.
 import { stepped } from "./controls.js";
 import { el } from "./dom.js";
 

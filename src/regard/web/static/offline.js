@@ -1,11 +1,11 @@
-// The answers of a server, from the numbers that came with the page (lens/page.py wrote them).
+// The methods of Server in api.js over numbers embedded in the page (written by lens/render_html.py).
 async function unpacked({ bytes, shape }) {
   const packed = Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return { shape, values: new Float32Array(await new Response(stream).arrayBuffer()) };
 }
 
-/** Where `total` things are cut into `n`: the first are one larger (as torch.tensor_split). */
+/** The boundaries of `n` blocks of `total` items; the first blocks are one larger (as in torch.tensor_split). */
 function cuts(total, n) {
   const size = Math.floor(total / n), larger = total % n;
   return Array.from({ length: n + 1 }, (_, i) => i * size + Math.min(i, larger));
@@ -28,10 +28,10 @@ export class Offline {
 
   constructor(content) {
     Object.assign(this, { content, found: new Map() });
-    this.only = content.only ?? null; // the one head that is here, where not all are
+    this.only = content.only ?? null; // the single head in the page; null if it has all
     this.hasPatterns = Boolean(content.patterns);
     this.overviewOnly = Boolean(content.overview);
-    this.reading = content.reading ?? null; // how tokens were joined or hidden when it was written
+    this.reading = content.reading ?? null; // the choice of joined words and hidden tokens in this page
   }
 
   async models() { return [{ examples: [], tags: [], ...this.content.model }]; }
@@ -40,7 +40,7 @@ export class Offline {
     return this.content.labels[kind][axis].slice(start, stop).map(([text, special, box]) => ({ text, special: Boolean(special), box }));
   }
 
-  /** The whole matrix of a head, or of the mean of a layer's heads. */
+  /** The whole matrix of a head, or of the mean over heads if it is negative. */
   matrix(kind, layer, head) {
     const key = `${kind} ${layer} ${head}`;
     if (!this.found.has(key)) this.found.set(key, this.make(kind, layer, head));

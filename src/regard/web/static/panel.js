@@ -1,9 +1,10 @@
-// The reading beside the picture: the locked pair's weight, and where the locked token looks most.
+// The panel beside a view: the pinned token's largest weights, its predictions, and the pinned pair's weight.
 import { el, number, percent, shown } from "./dom.js";
 
 export class Panel {
-  constructor(node, t, state) {
-    Object.assign(this, { node, t, state });
+  /** `onArithmetic` opens the computation of the pinned pair; null if the page lacks that view. */
+  constructor(node, t, state, onArithmetic) {
+    Object.assign(this, { node, t, state, onArithmetic });
     this.asked = 0;
   }
 
@@ -32,7 +33,8 @@ export class Panel {
         ...said.flatMap((one) => [el("bdi", {}, shown(one.text)), el("span", { class: "num" }, percent(one.probability))])) : "",
       !isPair ? "" : el("div", { class: "pair" },
         el("div", { class: "quiet" }, el("bdi", {}, shown(rows[row])), " → ", el("bdi", {}, shown(cols[col]))),
-        el("div", { class: "num", "data-weight": `${row},${col}` }, number(pair))),
+        el("div", { class: "num", "data-weight": `${row},${col}` }, number(pair)),
+        this.onArithmetic && !data.look.reading && el("button", { type: "button", class: "plain open", "data-open": "walk", onclick: this.onArithmetic }, t("walk.open"))),
       el("h2", {}, t("panel.most", { k: best.length })),
       el("ol", {}, best.map((one) => el("li", { onclick: () => this.state.set({ col: one.index }) },
         el("bdi", {}, shown(cols[one.index])), el("span", { class: "num", "data-weight": `${row},${one.index}` }, number(one.weight)),

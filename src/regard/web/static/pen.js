@@ -1,11 +1,11 @@
-// One drawing, two papers: a view draws with a pen, the pen writes to a canvas (screen, PNG) or to SVG (file, screen).
+// One drawing interface with two backends: a canvas (screen, PNG) and SVG (file, screen).
 import { css } from "./colour.js";
 
 const escape = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 const round = (x) => Math.round(x * 100) / 100;
 const measuring = document.createElement("canvas").getContext("2d");
 
-/** Cuts a text to a width, with … where something is missing. Whole characters: an emoji or a syllable is never split. */
+/** Truncate a text to a width with an ellipsis; grapheme clusters such as emoji are never split. */
 export function fitted(text, width, font) {
   measuring.font = font;
   if (measuring.measureText(text).width <= width) return text;
@@ -37,7 +37,7 @@ class Pen {
     Object.assign(this, { width, height, colours, hits: [] });
   }
   font(size, weight = 400) { return `${weight} ${size}px ${this.colours.font}`; }
-  /** Where the pointer finds something. */
+  /** Register a rectangle that reacts to the pointer. */
   hit(x, y, w, h, payload) { this.hits.push({ x, y, w, h, payload }); }
 }
 

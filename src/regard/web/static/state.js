@@ -1,9 +1,11 @@
-// Everything a link needs to bring the same picture back stands in the address, after the #.
-// Layers, heads and tokens count from 0 there, as in Python; on the page from 1.
+// The state of the page, kept in the URL's hash, so that a link restores it.
+// The hash counts layers, heads and tokens from 0, as Python does; the page shows them from 1.
+import { LANGUAGES } from "./i18n.js";
+
 export const DEFAULTS = {
   model: "", text: "", target: "", view: "", kind: "", layer: -1, head: -1, // the last layer, the mean of its heads
   row: -1, col: -1, threshold: 0.05, top: 3, log: false, words: false, specials: true, from: 0, zoom: "", find: "", pattern: "",
-  beam: 1, discarded: true, temperature: 1, topk: 0, topp: 1, position: -1,
+  beam: 1, discarded: true, temperature: 1, topk: 0, topp: 1, position: -1, token: -1, corrupted: "", over: "residual", patch: "",
   causal: true, scale: 1, off: "", lang: "", theme: "",
 };
 
@@ -26,7 +28,7 @@ export function written(state) {
   return out.toString();
 }
 
-/** The state and those who want to know when it changes. */
+/** The current state and its listeners. */
 export class State {
   constructor(initial = {}) {
     this.now = parse(location.hash, { ...DEFAULTS, ...initial });
@@ -37,13 +39,13 @@ export class State {
     });
   }
 
-  /** `outside`: somebody followed a link, rather than used the page. */
+  /** `outside`: the change comes from a link, not from the page's controls. */
   set(patch, outside = false) {
     const changed = Object.keys(patch).filter((key) => patch[key] !== this.now[key]);
     if (!changed.length) return;
     this.now = { ...this.now, ...patch };
     this.mine = `#${written(this.now)}`;
-    try { history.replaceState(null, "", this.mine); } catch { /* too many a second: the next one carries it all */ }
+    try { history.replaceState(null, "", this.mine); } catch { /* too many per second: the next one includes this change */ }
     for (const listen of [...this.listeners]) listen(new Set(changed), outside);
   }
 
@@ -53,8 +55,17 @@ export class State {
   }
 }
 
-/** Reader's own choices outlive the page where the browser allows it. */
+/** Preferences that persist if the browser allows it. */
 export const kept = {
   get(key) { try { return localStorage.getItem(`regard.${key}`); } catch { return null; } },
-  set(key, value) { try { localStorage.setItem(`regard.${key}`, value); } catch { /* a page from a file may not */ } },
+  set(key, value) { try { localStorage.setItem(`regard.${key}`, value); } catch { /* not allowed for a page from a file */ } },
 };
+
+/** Set the language and theme: those of the link, else the saved ones, else the browser's. Returns the language. */
+export function dressPage({ lang, theme }) {
+  const language = [lang, kept.get("lang"), navigator.language?.slice(0, 2)].find((one) => LANGUAGES.includes(one)) ?? "en";
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  document.documentElement.lang = language;
+  document.documentElement.dataset.theme = theme || kept.get("theme") || (dark ? "dark" : "light");
+  return language;
+}

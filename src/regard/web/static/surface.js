@@ -1,5 +1,5 @@
-// A sheet in the page that a view draws on, with pointer and size taken care of.
-// draw(pen) is called with a pen of the right size; the same draw gives the SVG and the PNG that are exported.
+// The drawing area of a view; handles its size and pointer events.
+// draw(pen) receives a pen of the current size; the same function draws the exported SVG and PNG.
 import { palette } from "./colour.js";
 import { el } from "./dom.js";
 import { CanvasPen, SvgPen } from "./pen.js";

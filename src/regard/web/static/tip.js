@@ -1,4 +1,4 @@
-// The small dark note at the pointer: what is under it, and its exact value.
+// The tooltip at the pointer: the item under it and its exact value.
 import { el, number } from "./dom.js";
 
 const box = el("div", { class: "tip", role: "status", hidden: true });

@@ -1,8 +1,8 @@
-"""`en-ko`: sentence pairs from an English–Korean grammar, without end, with their true alignment.
+"""`en-ko`: an endless corpus of sentence pairs from an English–Korean grammar, with their true alignment.
 
-The lexicon is data (`*.tsv`, `words.json`); `sentences` draws a structure, `english` and `korean` say it, and `grammar`
-aligns their words. `EnKo` is the corpus. `lookup_translate` is its baseline: a dictionary that knows every word and no
-grammar. What it gets right needs no attention, so a translation model has to be measured against its accuracy.
+The lexicon is data (`*.tsv`, `words.json`); `sentences` draws a structure, `english` and `korean` realise it as words,
+and `grammar` aligns them. `EnKo` is the corpus. `lookup_translate` is its baseline: a dictionary that knows every word
+and no grammar. A sentence it translates correctly needs no attention, so compare a model's accuracy with its accuracy.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .sentences import MAX_WORDS, draw_sentence, nouns_repeat
 __all__ = ["HELD_OUT", "MAX_WORDS", "REGISTERS", "AlignedPair", "EnKo", "combinations_of", "lemmas"]
 __all__ += ["lookup_accuracy", "lookup_table", "lookup_translate", "realise"]
 
-_EDITION = 1  # part of every key: raised when the grammar changes what an index means
+_EDITION = 1  # part of every random key; increase it when a change of the grammar gives an index another example
 
 
 class AlignedPair(NamedTuple):
-    """A sentence in both languages, how its words correspond, and the structure both say."""
+    """A sentence in both languages, the alignment of its words, and the structure that both express."""
 
-    source: str  # English, its register tag first
+    source: str  # English, beginning with its register tag
     target: str  # Korean
-    alignment: Links  # sure links (i, j): word i of source.split() is said by eojeol j of target.split()
-    possible: Links  # all links: also words such as articles that have no eojeol of their own
+    alignment: Links  # sure links (i, j): word i of source.split() corresponds to eojeol j of target.split()
+    possible: Links  # all links, including those of words such as articles that have no eojeol of their own
     structure: Node
 
     def __repr__(self) -> str:
@@ -41,7 +41,7 @@ class AlignedPair(NamedTuple):
 
 
 def realise(structure: Node) -> AlignedPair:
-    """The pair of sentences that a structure says."""
+    """The pair of sentences that expresses a structure."""
     if structure.get("register") not in REGISTERS:
         raise ValueError(f"register={structure.get('register')!r} is not one of {', '.join(REGISTERS)}")
     english, korean = english_words(structure), korean_words(structure)
@@ -53,16 +53,16 @@ def realise(structure: Node) -> AlignedPair:
 class EnKo:
     """English–Korean sentence pairs.
 
-    `train` never contains a held-out combination (`HELD_OUT`) and never exceeds `MAX_WORDS` words; each example of
-    `valid` and of `combinations` contains one held out for it and none of the other's; each of `longer` has more words
-    than any of training and embeds deeper, but only combinations met there.
+    `train` never contains a held-out combination (`HELD_OUT`) and never exceeds `MAX_WORDS` words. Each example of
+    `valid` and `combinations` contains a combination held out for its split, and none held out for the other. Each of
+    `longer` has more words and deeper embedding than any training sentence, but only combinations that occur there.
     """
 
     name = "en-ko"
     splits = ("train", "valid", "combinations", "longer")
 
     def size(self, split: str) -> int | None:
-        """None: there is always a next one."""
+        """None: the splits are endless."""
         return None
 
     def example(self, split: str, index: int) -> AlignedPair:
@@ -72,7 +72,7 @@ class EnKo:
 
 
 def _draw_pair(draws: Draws, split: str) -> AlignedPair | None:
-    """A pair of a split; None where the draw does not fit it."""
+    """Draw a pair; None if it does not belong to the split."""
     structure, complete = draw_sentence(draws, split)
     held_out = {split} & {"valid", "combinations"}
     if not complete or nouns_repeat(structure) or held_out_splits(structure) != held_out:
@@ -83,7 +83,7 @@ def _draw_pair(draws: Draws, split: str) -> AlignedPair | None:
 
 @cache
 def lookup_table(examples: int = 5000) -> dict[str, str]:
-    """For each English word the eojeol it is most often surely linked to in the first training examples."""
+    """For each English word, the eojeol with the most sure links to it in the first training examples."""
     counts: dict[str, Counter[str]] = {}
     corpus = EnKo()
     for index in range(examples):
@@ -91,12 +91,12 @@ def lookup_table(examples: int = 5000) -> dict[str, str]:
         source, target = pair.source.split(), pair.target.split()
         for i, j in pair.alignment:
             counts.setdefault(source[i].rstrip(".,?").lower(), Counter())[target[j].rstrip(".?")] += 1
-    # Ties are broken by the alphabet, so that the table does not depend on the order of counting.
+    # Ties are broken alphabetically, so that the table does not depend on the order of counting.
     return {word: min(forms, key=lambda form: (-forms[form], form)) for word, forms in counts.items()}
 
 
 def lookup_translate(sentence: str) -> str:
-    """The sentence word by word, in English order: unknown words are left out, the mark at the end is kept."""
+    """Translate word by word, in English order; unknown words are left out, the final punctuation mark is kept."""
     table = lookup_table()
     words = (word.rstrip(".,?").lower() for word in sentence.split())
     return " ".join(table[word] for word in words if word in table) + ("?" if sentence.endswith("?") else ".")

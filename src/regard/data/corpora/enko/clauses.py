@@ -1,4 +1,4 @@
-"""Drawing clauses: a predicate first, then the nouns it may have, then tense, negation and what surrounds it.
+"""Drawing clauses: first a predicate, then its nouns, then tense, negation and modifiers.
 
 `Phrases` draws noun phrases with determiners, numerals and adjectives; `Clauses` draws the clauses around them.
 """
@@ -16,17 +16,17 @@ from .lexicon import ADJECTIVES, NAMES, NOUNS, PEOPLE, VERBS, Adjective, Noun, V
 
 _SURNAMES, _TITLES, _NUMERALS = tuple(lexicon.SURNAMES), tuple(lexicon.TITLES), tuple(lexicon.NUMERALS)
 _DEGREES, _FREQUENCIES, _RELATIONS = tuple(lexicon.DEGREES), tuple(lexicon.FREQUENCIES), tuple(lexicon.RELATIONS)
-# Of a hundred clauses, those below each limit are activities of that frame.
+# A clause is an activity of the first frame whose limit is above a random number below 100.
 _ACTIVITY_LIMITS: dict[lexicon.Frame, int] = {"transitive": 38, "intransitive": 52, "motion": 61, "ditransitive": 69}
 _PRONOUNS = ("I", "I", "I", "we", "he", "she", "they")
-_OBJECT_PRONOUNS = ("I", "we", "he", "she", "they")  # in the subject form, as nodes have them
+_OBJECT_PRONOUNS = ("I", "we", "he", "she", "they")  # nodes hold the subject form
 _TRAVEL_VERBS = ("go to", "come to", "return to", "arrive at", "visit")
-# math, the moon, my mother: an adjective before them would say more than it means.
+# math, the moon, my mother: an adjective before them would sound odd.
 _UNDESCRIBED = frozenset({"bare", "unique", "kin"})
 _UNCOUNTABLE = frozenset({"mass", "bare", "unique", "plural", "nocount"})
-# my dog, my friend, our house; but not my tiger, my thief or my mountain, unless they are marked as own.
+# my dog, my friend, our house; but not my tiger, my thief or my mountain, unless tagged as own.
 _SELDOM_OWNED = frozenset({"person", "place", "event", "nature", "travels", "wild", "food", "pleasure"})
-# What there is, and where; without places, beside something.
+# Nouns of "there is" and their places; without places, they are next to something.
 _EXISTING: tuple[tuple[Sequence[str], Sequence[str]], ...] = (
     *((lexicon.SMALL_THINGS, ()), (lexicon.SMALL_THINGS, lexicon.THING_PLACES), (lexicon.SMALL_ANIMALS, ())),
     *((lexicon.ANIMALS, lexicon.ANIMAL_PLACES), (lexicon.GROUPS, lexicon.PERSON_PLACES)),
@@ -35,17 +35,17 @@ _BEFORE_NOUNS = frozenset(key for key, adjective in ADJECTIVES.items() if "only-
 
 
 class Phrases:
-    """Noun phrases for one sentence: they share its random draws and its duty to contain a held-out combination."""
+    """Draws the noun phrases of one sentence, and keeps track of whether it has a held-out combination yet."""
 
     def __init__(self, draws: Draws, split: str) -> None:
         self.draws, self.split = draws, split
-        self.complete = split == "train"  # whether the sentence has the held-out combination that its split asks for
+        self.complete = split == "train"  # whether the sentence has the held-out combination that its split requires
 
     def noun_for(self, predicate: str) -> str:
         return self._draw_held_out(nouns_of(predicate, self.split)) or self.draws.choice(nouns_of(predicate, "train"))
 
     def _draw_held_out(self, words: Sequence[str]) -> str | None:
-        """One of the held-out words, often, as long as the sentence lacks the held-out combination of its split."""
+        """With probability 0.6, one of the held-out words, if the sentence still lacks a held-out combination."""
         if self.complete or not self.draws.chance(0.6) or not words:
             return None
         self.complete = True
@@ -60,10 +60,10 @@ class Phrases:
         return chosen if chosen in _BEFORE_NOUNS else None
 
     def common(self, name: str, *, definite: bool = False, plain: bool = False) -> Node:
-        """A noun with a determiner it may have; `definite` leaves out `a` and numerals, `plain` everything else."""
+        """A noun with a random determiner; `definite` excludes `a` and numerals, `plain` makes the phrase short."""
         noun = NOUNS[name]
         node: Node = {"noun": name}
-        if "kin" in noun.tags:  # relatives are always somebody's: mine, ours, Minsu's
+        if "kin" in noun.tags:  # relatives always have an owner: my, our, Minsu's
             roll = self.draws.below(10)
             if roll < 2 and "spouse" not in noun.tags:
                 node["owner"] = {"noun": self.draws.choice(NAMES)}
@@ -136,7 +136,7 @@ class Phrases:
         return self.common(name, definite=definite, plain=plain)
 
     def other(self, subject: Node | None) -> Node:
-        """Somebody to whom something is done: not the subject again, not a pronoun that could be."""
+        """A person other than the subject, and not a pronoun that could refer to it."""
         roll = self.draws.below(100)
         subjects = {part.get("noun") for part in subject.get("and", (subject,))} if subject else set()
         if roll < 16:
@@ -155,7 +155,7 @@ class Phrases:
         return self.common(name, definite=True, plain=True)
 
     def subject_of(self, word: Verb | Adjective, *, definite: bool, pronouns: bool = True, plain: bool = False) -> Node:
-        """The subject of an intransitive verb or an adjective: one of its nouns, or a name, which goes with all."""
+        """The subject of an intransitive verb or an adjective: one of its nouns, or a name, pronoun or title."""
         if word.takes_people and self.draws.chance(0.35):
             roll = self.draws.below(10)
             if roll < 5 and pronouns:
@@ -168,7 +168,7 @@ class Phrases:
 
 
 class Clauses(Phrases):
-    """Clauses for one sentence. `embedded` ones stay short, and no pronoun of the third person is their subject."""
+    """Draws the clauses of one sentence. `embedded` clauses are short and have no pronoun as subject."""
 
     def any_clause(self, *, embedded: bool = False) -> Node:
         roll = self.draws.below(100)
@@ -182,7 +182,7 @@ class Clauses(Phrases):
         return self.weather() if roll < 97 or embedded else self.existence()
 
     def activity(self, verb: Verb, *, embedded: bool = False, subject: Node | None = None) -> Node:
-        """A verb with everything it asks for, done by somebody who does such things."""
+        """A verb with its arguments and a suitable subject."""
         if embedded and verb.key in lexicon.MAIN_CLAUSE_VERBS:
             verb = VERBS["like"]
         definite = embedded or "state" in verb.marks
@@ -207,7 +207,7 @@ class Clauses(Phrases):
         return clause
 
     def _object(self, verb: Verb, embedded: bool) -> Node | None:
-        """The object; None stands for a name or pronoun, which is drawn after the subject."""
+        """The object; None means a person, drawn after the subject."""
         if verb.takes_people and verb.key != "bite" and self.draws.chance(0.3):
             return None
         name = self.noun_for(verb.key)
@@ -237,12 +237,12 @@ class Clauses(Phrases):
 
     @staticmethod
     def _is_same(subject: Node, target: Node | None) -> bool:
-        """Whether the target is the subject itself: that would need a reflexive, which this grammar lacks."""
+        """Whether the target is the subject itself, which would need a reflexive; this grammar has none."""
         nouns = [part["noun"] for part in subject.get("and", (subject,))]
         return target is not None and target.get("noun") in nouns
 
     def description(self, adjective: Adjective, *, embedded: bool = False) -> Node:
-        """An adjective said of something: the soup is hot, Minsu is busier than Yuna."""
+        """An adjective as predicate: the soup is hot, Minsu is busier than Yuna."""
         subject = self.subject_of(adjective, definite=True, pronouns=not embedded, plain=True)
         subject.pop("adjective", None)
         lasting = "lasting" in adjective.marks
@@ -261,7 +261,7 @@ class Clauses(Phrases):
         return clause
 
     def identity(self, *, embedded: bool = False) -> Node:
-        """Somebody is something: Minsu is a doctor."""
+        """The occupation of a person: Minsu is a doctor."""
         subject: Node = {"noun": "they"}
         while agreement(subject) == "they" or "job" in _tags(subject):
             subject = self.person(pronouns=not embedded, plain=True)
@@ -270,7 +270,7 @@ class Clauses(Phrases):
         return self._negate_be({"subject": subject, "predicate": "be", "tense": tense, "complement": job}, 0.3)
 
     def location(self, *, embedded: bool = False) -> Node:
-        """Somebody or something is somewhere."""
+        """The location of a person or thing: the cat is under the table."""
         roll = self.draws.below(10)
         if roll < 6:
             subject = self.person(pronouns=not embedded, plain=True)
@@ -302,7 +302,7 @@ class Clauses(Phrases):
         return self.common(self.draws.choice(nouns), definite=True, plain=True)
 
     def _beside(self) -> Node:
-        """Where something small is: on, under, behind, next to, in front of or inside something larger."""
+        """The location of a small thing: on, under, behind, next to, in front of or inside a larger one."""
         relation = self.draws.choice(_RELATIONS)
         special = {"inside": lexicon.CONTAINERS, "on": lexicon.TOPS, "under": lexicon.TOPS}
         return {"relation": relation, "of": self._definite_one_of(special.get(relation, lexicon.LANDMARKS))}
@@ -339,7 +339,7 @@ class Clauses(Phrases):
 
     @staticmethod
     def _is_tense_ambiguous(clause: Node, agrees: str) -> bool:
-        """`I read` and `I cut` do not say whether it is over: they are taken as past."""
+        """Whether present and past look the same, as in `I read` and `I cut`; such clauses become past."""
         verb = VERBS[clause["predicate"]]
         in_present = clause["tense"] == "present" and "aspect" not in clause
         return in_present and verb.past == verb.english and agrees != "he"
@@ -355,7 +355,7 @@ class Clauses(Phrases):
         return True
 
     def _add_modifiers(self, clause: Node, verb: Verb) -> None:
-        """Manner or frequency, then company, tool, place and time, few at once."""
+        """Add manner or frequency, at most one of companion, tool and place, and a time."""
         free = "not" not in clause and clause.get("aspect") not in ("must", "want")
         if free and self.draws.chance(0.35):
             self._add_adverb(clause, verb)
@@ -399,6 +399,6 @@ class Clauses(Phrases):
 
 
 def _tags(node: Node) -> frozenset[str]:
-    """What a phrase speaks of; pronouns and titles speak of people."""
+    """The tags of a phrase's noun; pronouns and titles have the tag "person"."""
     noun = NOUNS.get(node.get("noun", ""))
     return noun.tags if noun is not None and "title" not in node else frozenset({"person"})

@@ -10,8 +10,8 @@ dictionary has it; endings with 으 (으면, 은, 을, 으시) and with 아/어 
     ㅎ 빨갛다 → 빨가면, 빨개요   르 부르다 → 부르면, 불러요   하 일하다 → 일하면, 일해요
     and without being marked: ㄹ 만들다 → 만드는, 만듭니다, 만들면;  으 쓰다 → 쓰면, 써요
 
-A clause ends in its tense and the ending that its place in the sentence and the register ask for. Registers are 해요체
-(polite), 합쇼체 (formal) and 해라체 (plain). An eojeol is what Korean writes between two spaces.
+A clause ends in its tense and an ending that depends on its position in the sentence and the register. Registers are
+해요체 (polite), 합쇼체 (formal) and 해라체 (plain). An eojeol is a unit of Korean text between two spaces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST, _LAST = ord("가"), ord("힣")
 
 
 def decompose(syllable: str) -> tuple[str, str, str]:
-    """`값` → (ㄱ, ㅏ, ㅄ); the tail is the empty string where there is none."""
+    """`값` → (ㄱ, ㅏ, ㅄ); a missing tail is the empty string."""
     if len(syllable) != 1 or not _FIRST <= ord(syllable) <= _LAST:
         raise ValueError(f"syllable={syllable!r} is not one composed Hangul syllable")
     lead_vowel, tail = divmod(ord(syllable) - _FIRST, len(_TAILS))
@@ -58,9 +58,10 @@ def with_final_consonant(word: str, tail: str) -> str:
 
 @cache
 def attach_particle(word: str, pair: str) -> str:
-    """The word with the particle its sound asks for; the pair is written consonant form first, as in `을/를`.
+    """The word with the form of the particle that its last sound requires; in a pair such as `을/를`, the form after a
+    consonant comes first.
 
-    으로/로 is the exception: after ㄹ it behaves as after a vowel (연필로, but 손으로). Invariable ones have no slash.
+    으로/로 is an exception: ㄹ counts as a vowel (연필로, but 손으로). Invariable particles have no slash.
     """
     if "/" not in pair:
         return word + pair
@@ -70,24 +71,24 @@ def attach_particle(word: str, pair: str) -> str:
     return word + (after_vowel if open_end else after_consonant)
 
 
-# What decides 먹는다 / 크다 / 있다 and 먹는 / 큰 / 있는; the copula has forms of its own.
+# The kind decides between 먹는다 / 크다 / 있다 and 먹는 / 큰 / 있는; the copula has its own forms.
 StemKind = Literal["verb", "adjective", "exist", "copula"]
 
 _BRIGHT = "ㅏㅑㅗ"
-# Where a vowel meets 아/어: the vowel it becomes. What is not listed keeps the ending as a syllable (쉬다 → 쉬어).
+# The vowel that results when a stem's vowel meets 아/어. Others keep the ending as a syllable (쉬다 → 쉬어).
 _CONTRACTED = {
     "ㅏ": "ㅏ", "ㅓ": "ㅓ", "ㅐ": "ㅐ", "ㅔ": "ㅔ", "ㅕ": "ㅕ",
     "ㅗ": "ㅘ", "ㅜ": "ㅝ", "ㅣ": "ㅕ", "ㅚ": "ㅙ",
 }  # fmt: skip
-# What irregular stems have before 으: another final consonant, a vowel after it, and whether 으 is not needed then.
+# Irregular stems before 으: the new final consonant, a vowel to append, and whether 으 is dropped.
 _BEFORE_EU = {"ㅂ": ("", "우", True), "ㄷ": ("ㄹ", "", False), "ㅅ": ("", "", False), "ㅎ": ("", "", True)}
 
 
 class Stem(NamedTuple):
     """A verb or adjective without its ending: 먹다 is Stem("먹"), 춥다 is Stem("춥", "ㅂ", "adjective").
 
-    ``irregular`` is empty, an irregular class, 시 (the honorific suffix), 어 (a stem that takes 어 whole: 피다 →
-    피어요, 갔 → 갔어요), or 아니 (아니다).
+    ``irregular`` is empty, an irregular class, 시 (the honorific suffix), 어 (a stem that does not contract with 어:
+    피다 → 피어요, 갔 → 갔어요), or 아니 (아니다).
     """
 
     text: str
@@ -97,9 +98,9 @@ class Stem(NamedTuple):
 
 @cache
 def join_consonant(stem: Stem, ending: str) -> str:
-    """Stem and an ending that begins with a consonant; ㄹ falls before ㄴ and ㅅ: 만들 + 는 → 만드는.
+    """Join a stem and an ending that begins with a consonant; ㄹ is dropped before ㄴ and ㅅ: 만들 + 는 → 만드는.
 
-    The copula's 이 is heard after a consonant and swallowed after a vowel.
+    The copula's 이 is kept after a consonant and dropped after a vowel.
     """
     if stem.kind == "copula":
         return _copula(stem, "이" if final_consonant(stem.text) else "") + ending
@@ -109,13 +110,13 @@ def join_consonant(stem: Stem, ending: str) -> str:
 
 
 def _copula(stem: Stem, linking: str = "이") -> str:
-    """Noun, 이 and perhaps 시."""
+    """The noun, the linking 이, and 시 if honorific."""
     return stem.text + linking + ("시" if stem.irregular == "시" else "")
 
 
 @cache
 def join_eu(stem: Stem, ending: str) -> str:
-    """Stem and an ending with 으, given without it: `면`, `시`, or a bare ㄴ, ㄹ, ㅂ at its head (`ㄴ`, `ㅂ니다`)."""
+    """Join a stem and an ending with 으, given without it: `면`, `시`, or with a jamo ㄴ, ㄹ, ㅂ first (`ㅂ니다`)."""
     if stem.kind == "copula":
         stem = Stem(_copula(stem))
     if stem.irregular in _BEFORE_EU:
@@ -134,7 +135,7 @@ def join_eu(stem: Stem, ending: str) -> str:
 
 @cache
 def infinitive(stem: Stem) -> str:
-    """Stem with 아/어, contracted as it is written: 가, 와, 먹어, 해, 도와, 들어, 불러, 써."""
+    """The stem with 아/어, contracted: 가, 와, 먹어, 해, 도와, 들어, 불러, 써."""
     text = stem.text
     if stem.kind == "copula" and stem.irregular == "시":
         return join_consonant(stem, "")[:-1] + "셔"
@@ -171,7 +172,7 @@ def _harmony(vowel: str) -> str:
 
 @cache
 def past_stem(stem: Stem) -> Stem:
-    """The stem with 았/었: 먹 → 먹었, 가 → 갔, 하 → 했. It takes adjective endings, tense being already said."""
+    """The stem with 았/었: 먹 → 먹었, 가 → 갔, 하 → 했. It takes the endings of adjectives."""
     return Stem(with_final_consonant(infinitive(stem), "ㅆ"), "어", "adjective")
 
 
@@ -208,7 +209,7 @@ def _formal(stem: Stem) -> str:
 
 
 def _declarative(stem: Stem) -> str:
-    """해라체: verbs say 먹는다 and 간다, everything else 크다, 있다, 먹었다, 학생이다."""
+    """해라체: 먹는다 and 간다 for verbs; 크다, 있다, 먹었다, 학생이다 for everything else."""
     if stem.kind != "verb":
         return join_consonant(stem, "다")
     if final_consonant(stem.text) in ("", "ㄹ"):
@@ -217,7 +218,7 @@ def _declarative(stem: Stem) -> str:
 
 
 def _quote(stem: Stem) -> str:
-    """What stands before 고 of reported speech: 먹는다, 크다, 학생이라, 아니라."""
+    """The form before 고 in reported speech: 먹는다, 크다, 학생이라, 아니라."""
     if stem.kind == "copula" or stem.irregular == "아니" or stem.text.endswith("아니시"):
         return join_consonant(stem, "라")
     return _declarative(stem)
@@ -236,11 +237,11 @@ def _adnominal(stem: Stem, tense: Tense) -> str:
 
 
 def _nominal(stem: Stem) -> str:
-    """What stands before 기: there the copula's 이 is written after a vowel too."""
+    """The form before 기, where the copula's 이 is also kept after a vowel."""
     return _copula(stem) if stem.kind == "copula" else stem.text
 
 
-# The endings that say the same in every register, and those that do not.
+# Endings that are the same in every register, and those that are not.
 _JOINING: dict[str, Callable[[Stem], str]] = {
     "quote": lambda stem: _quote(stem) + "고",
     "fact": lambda stem: _quote(stem) + "는",
@@ -260,7 +261,7 @@ _FINAL: dict[tuple[str, str], Callable[[Stem], str]] = {
     ("question", "formal"): lambda stem: _formal(stem) + "까",
     ("question", "plain"): lambda stem: join_consonant(stem, "니"),
 }
-# The future is (으)ㄹ 것이다, in the forms it takes: 먹을 거예요, 먹을 거라고, 먹을 것이기 때문에.
+# The future is (으)ㄹ 것이다 in various forms: 먹을 거예요, 먹을 거라고, 먹을 것이기 때문에.
 _FUTURE = {
     "statement": {"polite": "거예요", "formal": "겁니다", "plain": "것이다"},
     "question": {"polite": "거예요", "formal": "겁니까", "plain": "거니"},

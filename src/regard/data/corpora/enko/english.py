@@ -1,4 +1,4 @@
-"""English: a structure as English words. Articles, agreement, tense, do-support, relative and joined clauses."""
+"""English: a structure as English words, with articles, agreement, tense, do-support, relative and joined clauses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONTRACTED = {
 }  # fmt: skip
 _BE_LIKE = ("be", "be at", "exist")
 _HELPER_FORMS = {"want": ("wanted", "wants"), "have": ("had", "has")}  # past, third person
-# Spelled with a vowel but spoken with a consonant, and the other way round.
+# Words that begin with a vowel in spelling but a consonant in speech, and vice versa.
 _SPOKEN_CONSONANT = ("uni", "use", "euro", "one")
 _SPOKEN_VOWEL = ("honest", "hour")
 
@@ -29,7 +29,7 @@ def article(word: str) -> str:
 
 
 def english_words(sentence: Node) -> list[Word]:
-    """The whole sentence, register tag first, with capital letter and full stop."""
+    """The words of a sentence: register tag, capitalised first word, final punctuation mark."""
     main = sentence["clause"]
     joined = "join" in sentence
     words = _joined_clauses(sentence, main) if joined else _clause(main, question=bool(sentence.get("question")))
@@ -41,7 +41,7 @@ def english_words(sentence: Node) -> list[Word]:
 
 def _joined_clauses(sentence: Node, main: Node) -> list[Word]:
     join, first, link = sentence["join"], sentence["first"], ((id(sentence), "link"),)
-    # A shared subject stands in the clause that English says first; the other one speaks of it again.
+    # A shared subject is in the first clause of the English sentence; the other clause refers to it by a pronoun.
     subject = main.get("subject") if join == "because" else first.get("subject")
     shared = subject if sentence.get("shared") else None
     match join:
@@ -63,8 +63,8 @@ def _append_comma(words: list[Word]) -> list[Word]:
 def _clause(
     clause: Node, *, shared: Node | None = None, silent: bool = False, question: bool = False, gap: str = ""
 ) -> list[Word]:
-    """One clause. `shared` is the subject it has from another clause, said as a pronoun or left out (`silent`);
-    `gap` names the part that a relative clause lacks."""
+    """One clause. `shared` is the subject of another clause that it shares, as a pronoun or left out (`silent`);
+    `gap` is the part that a relative clause lacks."""
     subject, agrees = _subject(clause, shared, silent)
     first, rest = _verb_group(clause, agrees, question)
     time = _time(clause)
@@ -87,13 +87,13 @@ def _subject(clause: Node, shared: Node | None, silent: bool) -> tuple[list[Word
     agrees = agreement(node)
     if clause["predicate"] == "exist":
         return noun_phrase(node, "object"), agrees
-    if node.get("noun") == "you":  # where Korean drops it, its honorific verb speaks for it
+    if node.get("noun") == "you":  # Korean may drop it; the honorific verb then corresponds to it
         return [Word("you", ((id(node), "noun"),), ((id(clause), "tense"),))], agrees
     return noun_phrase(node, "subject"), agrees
 
 
 def agreement(node: Node) -> str:
-    """Which verb form a subject asks for, named by the pronoun that has it: I, he or they."""
+    """The verb form that agrees with a subject, named by a pronoun: I, he or they."""
     if "and" in node or node.get("number"):
         return "they"
     noun = node["noun"]
@@ -103,7 +103,7 @@ def agreement(node: Node) -> str:
 
 
 def pronoun_for(node: Node) -> str:
-    """The pronoun that speaks of a subject again: he, she, they, I, we."""
+    """The pronoun that refers back to a subject: he, she, they, I, we."""
     if "and" in node:
         return "we" if any(part.get("noun") == "I" for part in node["and"]) else "they"
     noun = node["noun"]
@@ -113,7 +113,7 @@ def pronoun_for(node: Node) -> str:
         return "they"
     gender = TITLES[node["title"]][1] if "title" in node else NOUNS[noun].gender
     if not gender:
-        raise ValueError(f"noun={noun!r} has no gender, so no pronoun can speak of it again")
+        raise ValueError(f"noun={noun!r} has no gender, so no pronoun can refer to it")
     return "he" if gender == "m" else "she"
 
 
@@ -121,7 +121,7 @@ def pronoun_for(node: Node) -> str:
 def _verb_texts(
     predicate: str, tense: str, aspect: str, negation: str, agrees: str, question: bool
 ) -> tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]:
-    """The verb group as (text, sure roles, weak roles), the word that goes before the subject of a question first."""
+    """The verb group as (text, sure roles, weak roles); in a question the first word precedes the subject."""
     verb = None if predicate in _BE_LIKE or predicate in ADJECTIVES else VERBS[predicate]
     base = "be" if verb is None else verb.english
     group: list[tuple[str, str, str]]
@@ -148,7 +148,7 @@ def _verb_texts(
             group += [("to", "", "aux"), (base, "verb", "")]
     first, sure, weak = group[0]
     if negation == "short" and first not in _CONTRACTED:
-        raise ValueError(f"not='short' has no contracted form after {first!r}; say not='long'")
+        raise ValueError(f"not='short': {first!r} has no contracted form; use not='long'")
     if negation == "short" or (negation and first == "can"):
         text = _CONTRACTED[first] if negation == "short" else "cannot"
         group[0] = (text, f"{sure} neg".strip(), weak)
@@ -158,7 +158,7 @@ def _verb_texts(
 
 
 def _verb_group(clause: Node, agrees: str, question: bool = False) -> tuple[list[Word], list[Word]]:
-    """(the first word, the rest): a question puts its subject between them."""
+    """(first word, rest); a question puts its subject between them."""
     predicate, aspect = clause["predicate"], clause.get("aspect", "")
     texts = _verb_texts(predicate, clause["tense"], aspect, clause.get("not", ""), agrees, question)
     node = id(clause)
@@ -167,14 +167,14 @@ def _verb_group(clause: Node, agrees: str, question: bool = False) -> tuple[list
         sure_keys, weak_keys = tuple([(node, role) for role in sure]), tuple([(node, role) for role in weak])
         words += [Word(part, sure_keys, weak_keys) for part in text.split(" ")]
     if frequency := clause.get("frequency"):
-        # Before the verb that means something, which is the first word where no helper stands before it.
+        # Before the main verb, that is first unless an auxiliary or a form of `be` precedes it.
         place = 0 if len(texts) == 1 and predicate not in _BE_LIKE and predicate not in ADJECTIVES else 1
         words.insert(place, Word(frequency, ((node, "frequency"),)))
     return words[:1], words[1:]
 
 
 def _tail(clause: Node, gap: str) -> list[Word]:
-    """What follows the verb: adjective, object, recipient, content, companion, tool, manner, place."""
+    """The words after the verb: adjective, object, recipient, manner, companion, tool, place, content."""
     predicate, node = clause["predicate"], id(clause)
     words: list[Word] = []
     if predicate in ADJECTIVES:
@@ -208,7 +208,7 @@ def _preposition(place: Node) -> str:
 
 
 def _where(clause: Node) -> list[Word]:
-    """`in the park`, `under the table`: only the second has an eojeol for its relation."""
+    """`in the park`, `under the table`; only the second has an eojeol for its relation."""
     where = clause["where"]
     if "relation" not in where:
         return _prepositional_phrase(_preposition(where["of"]), where["of"])
@@ -221,13 +221,13 @@ def _time(clause: Node) -> list[Word]:
 
 
 def _prepositional_phrase(preposition: str, node: Node) -> list[Word]:
-    """A noun phrase after its preposition, which may be none."""
+    """A noun phrase after its preposition, which may be empty."""
     key = (id(node["and"][-1] if "and" in node else node), "noun")
     return [*([Word(preposition, (), (key,))] if preposition else []), *noun_phrase(node, "object")]
 
 
 def noun_phrase(node: Node, case: str) -> list[Word]:
-    """A noun phrase with everything before and after its noun."""
+    """A noun phrase with its determiner, modifiers and relative clause."""
     if "and" in node:
         first, second = node["and"]
         link = Word("and", (), ((id(first), "noun"),))
@@ -250,7 +250,7 @@ def noun_phrase(node: Node, case: str) -> list[Word]:
     words.append(Word("who" if gap == "subject" and "person" in noun.tags else "that", (), ((id(clause), "verb"),)))
     if gap != "subject":
         return words + _clause(clause, gap=gap)
-    # The head noun is the subject: the verb agrees with it although it is not said again.
+    # The head noun is the subject of the relative clause, so the verb agrees with it.
     first, rest = _verb_group(clause, agreement(node))
     return [*words, *first, *rest, *_tail(clause, gap), *_time(clause)]
 

@@ -1,25 +1,25 @@
-"""The structure of a sentence, its words with what they mean, and the predicate–noun combinations in it.
+"""The structure of a sentence, the alignment of its words, and the predicate–noun combinations in it.
 
-A structure is plain JSON. A **sentence** has `register` (polite, formal, plain), `clause`, and perhaps `question`; or
-it is two clauses: `join` (because, so, but, and, when, if), `first` (the clause Korean says first), `clause` (the
-main one), `shared` when both have one subject, which then stands in the clause English says first.
+A structure is plain JSON. A **sentence** has `register` (polite, formal, plain), `clause`, and optionally `question`;
+or it has two clauses: `join` (because, so, but, and, when, if), `first` (the first clause in Korean), `clause` (the
+main clause), and `shared` if both have the same subject, which is then part of the first clause in English.
 
 A **clause** has `predicate` (a verb or adjective of the lexicon, or `be`, `be at`, `exist`), `tense` and `subject`;
-where they apply `object`, `to`, `complement`, `content` (a clause), `than`, `where` {`relation`, `of`}; and perhaps
-`not` (short: 안, English contracted; long: -지 않다, English in full), `aspect` (progressive, can, want, must),
-`manner`, `frequency`, `degree`, `companion`, `tool`, `place`, `time`, `front` (the time said first).
+depending on the predicate `object`, `to`, `complement`, `content` (a clause), `than`, `where` {`relation`, `of`}; and
+optionally `not` (short: 안, contracted in English; long: -지 않다, in full in English), `aspect` (progressive, can,
+want, must), `manner`, `frequency`, `degree`, `companion`, `tool`, `place`, `time`, `front` (the time comes first).
 
-A **noun phrase** has `noun` and perhaps `det` (the, a, this, that, my, our), `number` (`many` or a numeral),
+A **noun phrase** has `noun` and optionally `det` (the, a, this, that, my, our), `number` (`many` or a numeral),
 `adjective`, `owner`, `title`, `clause` (a relative clause whose `gap` is subject or object); or it is `and`: two noun
 phrases.
 
-English does not say how politely it speaks, so the sentence begins with a tag, [polite], [formal] or [plain]: the side
-constraint of Sennrich, Haddow and Birch (2016), "Controlling politeness in neural machine translation". With it English
-determines the Korean.
+English does not express the level of politeness, so a sentence begins with a tag, [polite], [formal] or [plain]: the
+side constraint of Sennrich, Haddow and Birch (2016), "Controlling politeness in neural machine translation". With the
+tag, the English sentence determines the Korean one.
 
-Each word carries keys of the structure it expresses: (which node, which part of it). Words of the two languages that
-share a key are linked; the link is sure when both express it outright, and possible when one of them has it only in
-passing (an article, a do-support, a counter). Sure and possible links are those of Och and Ney (2003).
+Each word carries keys of the structure it expresses: (node, part of the node). Words of the two languages that share a
+key are linked. The link is sure if both express the key, and possible if one of them only accompanies it (an article,
+do-support, a counter), as in Och and Ney (2003).
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Links = tuple[tuple[int, int], ...]  # pairs (source word, target word)
 
 
 class Word(NamedTuple):
-    """One word as it is written, the keys it expresses, and those it only touches."""
+    """One written word, the keys it expresses (``sure``), and those it only accompanies (``weak``)."""
 
     text: str
     sure: tuple[Key, ...] = ()
     weak: tuple[Key, ...] = ()
 
     def append(self, text: str) -> Word:
-        """The word with more text at its end."""
+        """The word with ``text`` appended."""
         return Word(self.text + text, self.sure, self.weak)
 
     def express(self, key: Key) -> Word:
-        """The word with one more key that it expresses."""
+        """The word with ``key`` added to those it expresses."""
         return Word(self.text, (*self.sure, key), self.weak)
 
 
@@ -73,12 +73,12 @@ def align(source: list[Word], target: list[Word]) -> tuple[Links, Links]:
 
 
 def held_out_splits(structure: Node) -> set[str]:
-    """The splits whose held-out combinations a sentence contains; empty where it has none."""
+    """The splits for which a combination in this sentence is held out; empty if there is none."""
     return {HELD_OUT[pair] for pair in combinations_of(structure) if pair in HELD_OUT}
 
 
 def combinations_of(structure: Node) -> Iterator[Combination]:
-    """Every predicate–argument pair of a sentence, wherever it stands."""
+    """Every predicate–noun pair of a sentence, at any depth."""
     clauses = [structure["clause"]]
     shared: Node | None = None
     if "join" in structure:
@@ -122,7 +122,8 @@ def _phrase_combinations(node: Node) -> Iterator[Combination]:
 
 
 def _head_nouns(node: Node | None) -> Iterator[str]:
-    """The common nouns at the head of a phrase: names, titles and pronouns combine with everything."""
+    """The common nouns at the head of a phrase; names, titles and pronouns do not count, since they go with any
+    predicate."""
     if node is None:
         return
     for part in node.get("and", (node,)):

@@ -1,7 +1,7 @@
-"""Korean: a structure as eojeols, subject first, verb last, and everything between marked by its particle.
+"""Korean: a structure as eojeols: the subject first, the verb last, and in between complements with their particles.
 
-The predicate carries negation, aspect and honorification around its stem: 안 먹다 · 먹지 않다 · 먹고 있다 · 먹을 수
-있다 · 먹고 싶다 · 먹어야 하다, and of somebody honoured 드시다, 먹지 않으시다, 드시고 계시다 …
+The predicate expresses negation, aspect and honorification: 안 먹다 · 먹지 않다 · 먹고 있다 · 먹을 수 있다 · 먹고
+싶다 · 먹어야 하다, and with an honoured subject 드시다, 먹지 않으시다, 드시고 계시다 …
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WholeEojeols = tuple[tuple[str, ...], ...]  # (text, roles …) of each
 
 
 class PredicateParts(NamedTuple):
-    """A predicate up to its last stem: the eojeols before it, then the stem and its roles."""
+    """A predicate without its ending: the eojeols before the last stem, the stem, and its roles."""
 
     before: WholeEojeols
     stem: Stem
@@ -40,14 +40,14 @@ class PredicateParts(NamedTuple):
 
 
 def is_honoured(node: Node) -> bool:
-    """Whether somebody is spoken of with -시- and 께서."""
+    """Whether a noun phrase takes -시- and 께서."""
     if "and" in node:
         return is_honoured(node["and"][-1])
     return "title" in node or (node["noun"] in NOUNS and "hon" in NOUNS[node["noun"]].tags)
 
 
 def build_predicate(clause: Node, subject: Node | None, honour: bool) -> PredicateParts:
-    """The predicate of a clause; `honour` says whether its subject is spoken of with -시-."""
+    """The predicate of a clause; `honour`: whether its subject takes -시-."""
     name, negation = clause["predicate"], clause.get("not", "")
     if name == "be" and negation:
         return PredicateParts((), honorific_stem(_IS_NOT) if honour else _IS_NOT, ("verb", "neg"))
@@ -56,7 +56,7 @@ def build_predicate(clause: Node, subject: Node | None, honour: bool) -> Predica
         return PredicateParts((), Stem(noun, "시" if honour else "", "copula"), ("verb",))
     served = clause.get("to") or clause.get("object")
     humble = served is not None and is_honoured(served)
-    # 싶다 tells one's own wish; of others one says that they show it: 싶어 하다.
+    # 싶다 expresses the speaker's own wish; the wish of others is 싶어 하다.
     subjects = () if subject is None else subject.get("and", (subject,))
     speaker = any(part["noun"] in ("I", "we", "you") for part in subjects)
     return _build_word(name, negation, clause.get("aspect", ""), honour, humble, speaker)
@@ -64,7 +64,8 @@ def build_predicate(clause: Node, subject: Node | None, honour: bool) -> Predica
 
 @cache
 def short_negation_allowed(name: str) -> bool:
-    """안 goes before short native stems; noun + 하다 and long adjectives are negated with -지 않다."""
+    """Whether a predicate can be negated with 안, as short native stems can; noun + 하다 and long adjectives take
+    -지 않다."""
     word = PREDICATES[name]
     if "short" in word.marks:
         return True
@@ -120,7 +121,7 @@ def _build_word(name: str, negation: str, aspect: str, honour: bool, humble: boo
 
 
 _THIRD_PERSON = {"you": "너", "he": "그", "she": "그녀", "they": "그들"}
-# `our` is said with the word for `we`.
+# `our` is the word for `we`.
 _PRONOUNS: dict[Register, dict[str, str]] = {
     "polite": {"I": "저", "we": "우리", "my": "제", **_THIRD_PERSON},
     "formal": {"I": "저", "we": "저희", "my": "제", **_THIRD_PERSON},
@@ -130,14 +131,14 @@ _PRONOUNS: dict[Register, dict[str, str]] = {
 _BEFORE_GA = {"저": "제", "나": "내", "너": "네"}
 _DEMONSTRATIVES = {"this": "이", "that": "그"}
 _COUNTED_AS_MANY = ("person", "animal")
-# Clauses whose subject may be a topic (은/는): those that stand on their own or in contrast.
+# Clauses whose subject can be a topic (은/는): independent or contrasted ones.
 _TOPICAL = ("statement", "question", "but", "and")
-# Clauses in which Korean does not say the tense a second time.
+# Clauses in which Korean does not mark the tense.
 _TENSELESS = ("so", "and", "hope")
 
 
 def korean_words(sentence: Node) -> list[Word]:
-    """The whole sentence with its full stop."""
+    """The words of a sentence, with its final punctuation mark."""
     register, main = sentence["register"], sentence["clause"]
     ending: Ending = "question" if sentence.get("question") else "statement"
     joined = "join" in sentence
@@ -147,7 +148,7 @@ def korean_words(sentence: Node) -> list[Word]:
 
 
 def _joined_clauses(sentence: Node, register: Register) -> list[Word]:
-    """Two clauses, the joining one first; a subject they share stands before both, as the topic."""
+    """Two clauses, the subordinate one first; a shared subject comes before both, as the topic."""
     first, main, ending, link = sentence["first"], sentence["clause"], sentence["join"], (id(sentence), "link")
     if not sentence.get("shared"):
         words = _clause(first, first.get("subject"), register, ending, link=link)
@@ -168,9 +169,9 @@ def _clause(
     opening: list[Word] | None = None,
     gap: str = "",
 ) -> list[Word]:
-    """One clause in Korean order: subject, time, company, place, recipient, object, manner, predicate.
+    """One clause in Korean order: subject, time, companion, place, recipient, object, manner, predicate.
 
-    `opening` replaces the words of the subject, `gap` names the part that a relative clause lacks.
+    `opening` replaces the words of the subject; `gap` is the part that a relative clause lacks.
     """
     node = id(clause)
     topic = _subject(clause, subject, register, ending) if opening is None else opening
@@ -180,7 +181,7 @@ def _clause(
     complements = _complements(clause, register, gap)
     if frequency := clause.get("frequency"):
         adverb = Word(lexicon.FREQUENCIES[frequency], ((node, "frequency"),))
-        # 항상, 가끔, 보통 speak of the whole clause and come early; 자주 stays with the verb.
+        # 항상, 가끔, 보통 modify the whole clause and come early; 자주 stays with the verb.
         complements.insert(len(complements) if frequency == "often" else 0, adverb)
     words += complements
     if "manner" in clause:
@@ -192,7 +193,7 @@ def _clause(
 
 def _subject(clause: Node, node: Node | None, register: Register, ending: Ending) -> list[Word]:
     if node is None or (node.get("noun") == "you" and register != "plain"):
-        return []  # it rains says its subject with the verb; whom one asks politely is not named
+        return []  # weather verbs include their subject; polite questions omit `you`
     if clause["predicate"] == "exist":
         return [*_where(clause, register), *_phrase(node, register, "이/가")]
     verb = VERBS.get(clause["predicate"])
@@ -205,7 +206,7 @@ def _subject(clause: Node, node: Node | None, register: Register, ending: Ending
 
 
 def _complements(clause: Node, register: Register, gap: str) -> list[Word]:
-    """Everything between the subject and the adverbs, each with its particle."""
+    """The phrases between the subject and the adverbs, each with its particle."""
     words: list[Word] = []
     for part, particle in (("companion", "과/와"), ("tool", "으로/로"), ("place", "에서")):
         if part in clause:
@@ -234,8 +235,9 @@ def _where(clause: Node, register: Register) -> list[Word]:
 
 
 def _predicate(clause: Node, subject: Node | None, register: Register, ending: Ending, link: Key | None) -> list[Word]:
-    """The verb and its helpers; the last eojeol carries the tense, and the joining of clauses where no word does."""
-    # The verb carries -시- for the people honoured, and for whoever is asked politely.
+    """The verb and its auxiliaries; the last eojeol expresses the tense, and also the link between clauses unless a
+    word of its own does."""
+    # The verb takes -시- for honoured people and for the person asked in a polite question.
     asked = subject is not None and subject.get("noun") == "you" and register != "plain"
     honour = subject is not None and clause["predicate"] != "exist" and (asked or is_honoured(subject))
     parts = build_predicate(clause, subject, honour)
@@ -278,13 +280,13 @@ def _phrase(node: Node, register: Register, pair: str) -> list[Word]:
     if isinstance(number, int):
         counted = Word(attach_particle(noun.counter, pair), (), (key, (id(node), "number")))
         return [*words, Word(noun.korean, (key,)), Word(lexicon.NUMERALS[number][1], ((id(node), "number"),)), counted]
-    # Only people and animals are marked as many; a plural thing is left to the context.
+    # Only people and animals are marked as plural (들); for things it is left to the context.
     several = number == "many" and ("det" in node or "owner" in node) and not noun.tags.isdisjoint(_COUNTED_AS_MANY)
     return [*words, Word(attach_particle(noun.korean + ("들" if several else ""), pair), (key,))]
 
 
 def _before_noun(node: Node, register: Register) -> list[Word]:
-    """Relative clause, owner, demonstrative, adjective: all before the noun."""
+    """The words before a noun: relative clause, owner, demonstrative or possessive, adjective."""
     words: list[Word] = []
     if "clause" in node:
         clause = node["clause"]
@@ -298,7 +300,7 @@ def _before_noun(node: Node, register: Register) -> list[Word]:
     if determiner in _DEMONSTRATIVES:
         words.append(Word(_DEMONSTRATIVES[determiner], ((id(node), "det"),)))
     elif determiner in ("my", "our"):
-        ours = determiner == "our" or "elder" in NOUNS[node["noun"]].tags  # Koreans share their mothers
+        ours = determiner == "our" or "elder" in NOUNS[node["noun"]].tags  # `my mother` is 우리 어머니
         words.append(Word(_PRONOUNS[register]["we" if ours else "my"], ((id(node), "det"),)))
     if "adjective" in node:
         adjective = ADJECTIVES[node["adjective"]]

@@ -1,28 +1,28 @@
-"""The lexicon of en-ko: words read from the tables beside this file, which words combine, and what is held out.
+"""The lexicon of en-ko: the words, read from the tables beside this file, their combinations, and what is held out.
 
-`nouns.tsv`: English, plural, Korean, counter, tags. Tags are what verbs and adjectives ask for (food, place …), m f
-(gender), hon (spoken of with 께서 and -시-), kin (always somebody's, as a friend is too), elder (whose owner is 우리),
-mass (uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral), own (people
-and places that may be mine or ours), name (of a person).
+`nouns.tsv`: English, plural, Korean, counter, tags. Tags are the classes that predicates select (food, place …), m f
+(gender), hon (takes 께서 and -시-), kin (always has an owner; includes friends), elder (the owner is 우리), mass
+(uncountable), plural (always plural), bare (no article), unique (always `the`), nocount (no numeral), own (people and
+places that can have `my` or `our`), name (of a person).
 
-`verbs.tsv`: frame, four English forms, Korean stem, irregular class, objects (subjects where it has none), marks.
-`@tag` stands for every noun with that tag, `-word` removes one. Marks: by=… who does it where it is not people; hon=…
-the honorific stem; humble=… the stem when it is done for somebody honoured; not=… the stem of its negation; state (no
-progressive, no place, no manner); noshort (no 안 before it); short (안 although it ends in 하다); quick (no
-progressive); how=… the manners it may be done in; with=… its tools; in=… its places; company (it may be done with
-somebody); feeds=… the objects it has when animals do it; asserted (not negated: Korean would say 못); thetic (the whole
-event is news, so its subject takes 이/가 even when known); 가, 에, 로 (the particle of the object); says=… the subject
-that Korean has where English says `it`.
+`verbs.tsv`: frame, four English forms, Korean stem, irregular class, objects (subjects of an intransitive verb), marks.
+`@tag` means every noun with that tag, `-word` excludes one. Marks: by=… the subjects if they are not people; hon=… the
+honorific stem; humble=… the stem if the object or recipient is honoured; not=… the stem of the negation; state (no
+progressive, place or manner); noshort (no 안 before it); short (안 although it ends in 하다); quick (no progressive);
+how=… its manners; with=… its tools; in=… its places; company (can have a companion); feeds=… the objects if the subject
+is an animal; asserted (not negated: Korean would use 못); thetic (the whole event is new information, so the subject
+takes 이/가 even if it is known); 가, 에, 로 (the particle of the object); says=… the Korean subject where English has
+`it`.
 
-`adjectives.tsv`: English, comparative, Korean stem, irregular class, the nouns it may describe, marks: hon, noshort,
-mood (a passing state, which gives reasons); lasting (not said of the future); before=… the form before a noun where it
-is not the regular one; only-before, only-after.
+`adjectives.tsv`: English, comparative, Korean stem, irregular class, the nouns it can describe, marks: hon, noshort,
+mood (a temporary state, which can be a reason); lasting (not in the future); before=… the form before a noun if it is
+irregular; only-before, only-after.
 
 `words.json`: adverbs, times, numerals, titles, and lists of words for particular constructions.
 
-A combination is a predicate and a noun it goes with: a verb and its object (its subject where it has none, its place
-where it is a motion), an adjective and the noun it describes. A fixed few of each predicate's nouns are held out for
-the splits `valid` and `combinations`, in the order of a hash: training meets both words, never the pair.
+A combination is a predicate and a noun: a verb and its object (the subject of an intransitive verb, the place of a verb
+of motion), or an adjective and the noun it describes. A fixed few of each predicate's nouns, chosen by a hash, are held
+out for the splits `valid` and `combinations`: training contains both words, but never the pair.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KEY_SUFFIXES = {"ditransitive": " to", "reporting": " that"}
 
 @dataclass(frozen=True, slots=True)
 class Noun:
-    """A noun in both languages and what the grammar must know of it."""
+    """A noun in both languages with its grammatical properties."""
 
     english: str
     plural: str
@@ -60,40 +60,40 @@ class Noun:
 
 @dataclass(frozen=True, slots=True)
 class Predicate:
-    """What verbs and adjectives have in common; ``nouns`` are the ones it combines with."""
+    """The common fields of verbs and adjectives."""
 
     key: str
     stem: Stem
-    nouns: tuple[str, ...]  # objects; places of motions, subjects of intransitive verbs and adjectives
+    nouns: tuple[str, ...]  # objects, places of verbs of motion, subjects of intransitive verbs and adjectives
     honorific: Stem | None
     marks: frozenset[str]
-    takes_people: bool  # names and pronouns may stand for its nouns
-    takes_titles: bool  # people spoken of with honour may
+    takes_people: bool  # whether names and pronouns can replace its nouns
+    takes_titles: bool  # whether honoured people can
 
 
 @dataclass(frozen=True, slots=True)
 class Verb(Predicate):
-    """A verb: English forms, Korean stems, and who does it with what, where and how."""
+    """A verb: English forms, Korean stems, and its possible subjects, tools, places and manners."""
 
     english: str
     past: str
     third_person: str
     gerund: str
     frame: Frame
-    doers: tuple[str, ...]  # empty: people
-    feeds: frozenset[str]  # objects when an animal does it
+    doers: tuple[str, ...]  # possible subjects; empty: people
+    feeds: frozenset[str]  # possible objects if the subject is an animal
     tools: tuple[str, ...]
     places: tuple[str, ...]
     manners: tuple[str, ...]
     humble: Stem | None
     negative: Stem | None
-    particle: str  # of the object: 을/를, 이/가 (something is needed), 에 or 으로/로 (a place is gone to)
-    weather: str  # 비가, 눈이: the subject Korean has where English says `it`
+    particle: str  # particle of the object: 을/를, 이/가 (a thing needed), 에 or 으로/로 (a destination)
+    weather: str  # 비가, 눈이: the Korean subject where English has `it`
 
 
 @dataclass(frozen=True, slots=True)
 class Adjective(Predicate):
-    """An adjective; ``before`` is its form before a noun where that is not the regular one."""
+    """An adjective; ``before`` is its form before a noun if that is irregular."""
 
     comparative: str
     before: str
@@ -113,13 +113,13 @@ NOUNS = {
 
 
 def nouns_with(tag: str, without: str = "") -> tuple[str, ...]:
-    """The nouns that have a tag and none of the tags of ``without``."""
+    """The nouns with a tag and none of the tags in ``without``."""
     excluded = without.split()
     return tuple(noun.english for noun in NOUNS.values() if tag in noun.tags and noun.tags.isdisjoint(excluded))
 
 
 def _expand(words: str) -> tuple[str, ...]:
-    """`@food bread -rice`, with spaces or commas between them → the nouns meant, sorted."""
+    """The nouns that a list such as `@food bread -rice` (separated by spaces or commas) stands for, sorted."""
     included: set[str] = set()
     excluded: set[str] = set()
     for word in words.replace(",", " ").split():
@@ -157,7 +157,7 @@ def _load_verbs() -> dict[str, Verb]:
             past=past,
             third_person=third_person,
             gerund=gerund,
-            frame=frame,  # type: ignore[arg-type]  # the table has no others
+            frame=frame,  # type: ignore[arg-type]  # the table has only valid frames
             doers=_expand(marks.get("by", "")),
             feeds=frozenset(_expand(marks.get("feeds", ""))),
             tools=_expand(marks.get("with", "")),
@@ -187,39 +187,38 @@ PREDICATES: dict[str, Verb | Adjective] = {**VERBS, **ADJECTIVES}
 
 # Adverbs, times, lists.
 _WORDS: dict[str, Any] = json.loads((_FILES / "words.json").read_text(encoding="utf-8"))
-MANNERS: dict[str, tuple[str, str]] = _WORDS["manners"]  # the key that verbs name → (English, Korean)
-FREQUENCIES: dict[str, str] = _WORDS["frequencies"]  # said before the verb in English
-DEGREES: dict[str, str] = _WORDS["degrees"]  # said before an adjective
-TIMES: dict[str, tuple[str, list[str]]] = _WORDS["times"]  # (Korean, tenses); `now` is the progressive present
-RELATIONS: dict[str, str] = _WORDS["relations"]  # Korean says them with a noun after the thing
+MANNERS: dict[str, tuple[str, str]] = _WORDS["manners"]  # key in verbs.tsv → (English, Korean)
+FREQUENCIES: dict[str, str] = _WORDS["frequencies"]  # before the verb in English
+DEGREES: dict[str, str] = _WORDS["degrees"]  # before an adjective
+TIMES: dict[str, tuple[str, list[str]]] = _WORDS["times"]  # (Korean, tenses); `now` is the present progressive
+RELATIONS: dict[str, str] = _WORDS["relations"]  # in Korean a noun after the landmark
 NUMERALS: dict[int, tuple[str, str]] = {int(number): words for number, words in _WORDS["numerals"].items()}
 SURNAMES: dict[str, str] = _WORDS["surnames"]
-TITLES: dict[str, tuple[str, str]] = _WORDS["titles"]  # (Korean, gender); the surname stands before them in Korean
+TITLES: dict[str, tuple[str, str]] = _WORDS["titles"]  # (Korean, gender); in Korean they follow the surname
 NAMES = nouns_with("name")
 TIMES_OF = {
     tense: tuple(time for time, (_, tenses) in TIMES.items() if tense in tenses)
     for tense in ("past", "present", "future", "now")
 }
-MOMENTARY_TIMES = frozenset(_WORDS["momentary_times"])  # of events over in a moment: water does not boil last year
+MOMENTARY_TIMES = frozenset(_WORDS["momentary_times"])  # for momentary events: not "the water boiled last year"
 
 _FRAMES: tuple[Frame, ...] = ("transitive", "intransitive", "motion", "ditransitive", "weather")
 FRAMES: dict[Frame, tuple[Verb, ...]] = {
     frame: tuple(verb for verb in VERBS.values() if verb.frame == frame) for frame in _FRAMES
 }
-# What people do, and of that what one may do with one thing and not with another.
+# Activities of people, and those that can be contrasted: done with one thing but not with another.
 ACTIVITIES = tuple(
     verb for frame in _FRAMES[:-1] for verb in FRAMES[frame] if not verb.marks & {"state", "thetic"} and not verb.doers
 )
 _CHOICES = tuple(verb for verb in ACTIVITIES if verb.frame in ("transitive", "motion") and "asserted" not in verb.marks)
 CONTRASTED = tuple(verb for verb in _CHOICES if len(verb.nouns) > 5)
-# What people do when it rains, when the class ends, and otherwise; what because somebody else is sick or sad; and what
-# happens and makes people do something.
+# Activities for any occasion, activities because somebody else is sick or sad, and events that people react to.
 EVERYDAY_VERBS, VERBS_FOR_OTHERS, NEWS_VERBS = (
     tuple(VERBS[key] for key in _WORDS[name]) for name in ("everyday_verbs", "verbs_for_others", "news_verbs")
 )
-# Left out of embedded clauses: two phrases with 이/가 in a row can be read either way.
+# Not used in embedded clauses, where two phrases with 이/가 in a row would be ambiguous.
 MAIN_CLAUSE_VERBS = frozenset(_WORDS["main_clause_verbs"])
-MOOD_RESPONSES: dict[str, list[str]] = _WORDS["mood_responses"]  # what people do about a mood
+MOOD_RESPONSES: dict[str, list[str]] = _WORDS["mood_responses"]  # mood → verbs of what people do about it
 
 PREDICATIVE = tuple(word for word in ADJECTIVES.values() if "only-before" not in word.marks)
 MOODS = tuple(word for word in PREDICATIVE if "mood" in word.marks)
@@ -227,7 +226,7 @@ WEATHER_ADJECTIVES = tuple(word for word in PREDICATIVE if "weather" in word.nou
 COMPARABLE = frozenset(
     word.key for word in PREDICATIVE if not word.marks & {"mood", "only-after"} and word.key not in ("bad", "good")
 )
-COMPLAINTS = frozenset(_WORDS["complaint_adjectives"])  # what may be `a little` or `too` so
+COMPLAINTS = frozenset(_WORDS["complaint_adjectives"])  # adjectives that go with `a little` and `too`
 
 PEOPLE = tuple(name for name in nouns_with("person", without="name") if name != "baby")
 GENDERED_PEOPLE: list[str] = _WORDS["gendered_people"]
@@ -247,7 +246,7 @@ SHORT_RIDES: list[str] = _WORDS["short_distance_rides"]
 
 
 def lemmas() -> frozenset[str]:
-    """Every lemma, marked by its kind: `noun:cat`, `verb:read`, `adjective:big`, `time:yesterday` …"""
+    """Every lemma with its kind: `noun:cat`, `verb:read`, `adjective:big`, `time:yesterday` …"""
     manners, numerals = ([english for english, _ in table.values()] for table in (MANNERS, NUMERALS))
     kinds: dict[str, Iterable[str]] = {"noun": NOUNS, "verb": VERBS, "adjective": ADJECTIVES, "time": TIMES}
     kinds |= {"adverb": [*manners, *FREQUENCIES, *DEGREES], "numeral": numerals}
@@ -255,8 +254,8 @@ def lemmas() -> frozenset[str]:
     return frozenset(f"{kind}:{word}" for kind, words in kinds.items() for word in words)
 
 
-_MIN_NOUNS = 6  # a predicate with fewer nouns keeps them all: it could not be learned from less
-_SHARE = 16  # one noun in this many is held out for each of the two splits
+_MIN_NOUNS = 6  # a predicate with fewer nouns has none held out, as it could not be learned from the rest
+_SHARE = 16  # one noun in 16 is held out for each of the two splits
 
 
 def _hold_out() -> dict[Combination, str]:
@@ -273,10 +272,10 @@ HELD_OUT: dict[Combination, str] = _hold_out()
 
 
 def _noun_weights() -> dict[str, int]:
-    """How often each noun stands in a predicate's list, so that words few predicates ask for are drawn about as often.
+    """How often each noun is repeated in a predicate's list, so that all nouns are drawn about equally often.
 
-    A noun would be drawn Σ 1/|nouns| over its predicates; the rarer that is, the larger its weight, up to eight. People
-    need none: they are also the subjects.
+    Without weights, a noun is drawn in proportion to Σ 1/|nouns| over its predicates; the smaller this is, the larger
+    its weight, up to eight. People have weight 1, since they are also drawn as subjects.
     """
     share = dict.fromkeys(NOUNS, 0.0)
     for word in PREDICATES.values():
@@ -306,10 +305,10 @@ _NOUNS_OF, _PREDICATES_OF = _combination_tables()
 
 
 def nouns_of(predicate: str, split: str) -> list[str]:
-    """The nouns of a predicate in one split, the rare ones repeated; perhaps none."""
+    """The nouns of a predicate in one split, repeated by weight; may be empty."""
     return _NOUNS_OF.get((predicate, split), [])
 
 
 def predicates_of(noun: str, kind: str, split: str) -> list[str]:
-    """The predicates of one kind (`adjective`, or a verb's frame) that go with a noun in one split; perhaps none."""
+    """The predicates of one kind (`adjective` or a verb frame) that go with a noun in one split; may be empty."""
     return _PREDICATES_OF.get((noun, kind, split), [])

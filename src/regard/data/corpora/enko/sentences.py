@@ -1,6 +1,6 @@
 """Drawing whole sentences: one clause, a question, a clause in a clause, or two clauses joined.
 
-Training sentences embed at most once and have at most `MAX_WORDS` words; the split `longer` begins where they end.
+Training sentences have at most one embedded clause and `MAX_WORDS` words; those of the split `longer` have more.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .grammar import REGISTERS, Node
 from .korean import is_honoured
 from .lexicon import MOODS, NAMES, NOUNS, VERBS, Verb, predicates_of
 
-MAX_WORDS = 13  # English words of a training sentence at most, its tag included
+MAX_WORDS = 13  # maximum number of English words of a training sentence, including its tag
 
 _REPORTS = ("think that", "believe that", "know that", "hope that", "say that", "hear that")
 _JOINS = ("because", "because", "so", "but", "and", "when", "if")
@@ -21,7 +21,7 @@ _MOOD_KEYS = frozenset(mood.key for mood in MOODS)
 
 
 def nouns_repeat(structure: object) -> bool:
-    """Whether one noun stands twice in a sentence, which would ask for a pronoun or an explanation."""
+    """Whether a noun occurs twice in a sentence, where a speaker would use a pronoun."""
     nouns: set[str] = set()
     stack = [structure]
     while stack:
@@ -38,9 +38,9 @@ def nouns_repeat(structure: object) -> bool:
 
 
 def draw_sentence(draws: Draws, split: str) -> tuple[Node, bool]:
-    """A structure, and whether it contains the held-out combination its split asks for.
+    """A structure, and whether it contains the held-out combination that its split requires.
 
-    Those of `longer` embed at least twice, and have words and combinations met in training.
+    Those of `longer` have at least two embedded clauses, with words and combinations of the training split.
     """
     if split == "longer":
         return Sentences(draws, "train").longer_sentence(), True
@@ -49,7 +49,7 @@ def draw_sentence(draws: Draws, split: str) -> tuple[Node, bool]:
 
 
 def _is_deed(clause: Node) -> bool:
-    """Whether something is done or happens, rather than being so."""
+    """Whether the clause is an action or event, not a state."""
     return clause["predicate"] in VERBS and "state" not in VERBS[clause["predicate"]].marks
 
 
@@ -59,10 +59,10 @@ def _remove(node: Node, *parts: str) -> None:
 
 
 class Sentences(Clauses):
-    """Clauses for sentences of more than one, and the sentences themselves."""
+    """Draws sentences, and the clauses that occur only in sentences of several clauses."""
 
     def reason(self, tense: str) -> Node:
-        """A state of things that explains what people do: the weather, the beginning or end of something, a mood."""
+        """A reason for what people do: the weather, the beginning or end of something, a mood."""
         roll = self.draws.below(100)
         if 20 <= roll < 55:
             return {"predicate": self.draws.choice(lexicon.FRAMES["weather"]).key, "tense": tense}
@@ -77,7 +77,7 @@ class Sentences(Clauses):
         return {"subject": subject, "predicate": predicate, "tense": tense}
 
     def mood_and_answer(self, earlier: str, later: str, subject: Node) -> tuple[Node, Node]:
-        """A mood, and what is done about it by the same person: I am tired, I sleep."""
+        """A mood and what the same person does about it: I am tired, I sleep."""
         mood, honour = self.draws.choice(MOODS), is_honoured(subject)
         while honour and not mood.takes_titles:
             mood = self.draws.choice(MOODS)
@@ -88,7 +88,7 @@ class Sentences(Clauses):
         return state, self.deed(later, subject, verb=answer)
 
     def deed(self, tense: str, subject: Node | None = None, *, verb: Verb | None = None, pronouns: bool = True) -> Node:
-        """Something that people do, said briefly."""
+        """A short clause about something that people do."""
         verb = verb or self.draws.choice(lexicon.EVERYDAY_VERBS)
         if verb.frame == "intransitive" and subject is not None and is_honoured(subject) and not verb.takes_titles:
             verb = VERBS["rest"]
@@ -99,7 +99,7 @@ class Sentences(Clauses):
         return {**clause, "tense": tense}
 
     def relative(self, node: Node) -> bool:
-        """Give a noun phrase a relative clause, if there is one for it; say whether there was."""
+        """Add a relative clause to a noun phrase if there is a suitable one; returns whether there was."""
         noun = NOUNS[node["noun"]]
         clause: Node | None = None
         if "person" in noun.tags and self.draws.chance(0.6):
@@ -141,7 +141,7 @@ class Sentences(Clauses):
         return {"gap": "object", "predicate": verb.key, "subject": subject}
 
     def sentence(self) -> Node:
-        """A sentence as training has them."""
+        """A sentence of any kind but those of `longer`."""
         register = self.draws.choice(REGISTERS)
         roll = self.draws.below(100)
         if roll >= 80:
@@ -152,7 +152,7 @@ class Sentences(Clauses):
         return {"register": register, "clause": draw_clause()}
 
     def question(self, register: str) -> Node:
-        """A yes-or-no question, to somebody or about somebody."""
+        """A yes-or-no question, addressed to a person or about something."""
         clause = self.any_clause(embedded=True)
         while "subject" not in clause or "not" in clause or clause["predicate"] == "be":
             clause = self.any_clause(embedded=True)
@@ -165,14 +165,14 @@ class Sentences(Clauses):
         """A clause with a relative clause in its subject or object, or in both."""
         while True:
             clause = self.any_clause(embedded=True)
-            # `give the book that Minsu bought to the girl` could be read as buying it to her.
+            # Not with a recipient: `give the book that Minsu bought to the girl` is ambiguous.
             parts = ["subject", "object"] if "object" in clause and "to" not in clause else ["subject"]
             chosen = parts if both else [self.draws.choice(parts)]
             if all(self._add_relative(clause, part) for part in chosen):
                 return clause
 
     def _add_relative(self, clause: Node, part: str) -> bool:
-        """Put a relative clause into one part of a clause, if that part can have one; say whether it could."""
+        """Add a relative clause to one part of a clause if possible; returns whether it was."""
         node = clause.get(part)
         if node is None or "and" in node or "title" in node or clause["predicate"] == "become":
             return False
@@ -181,12 +181,12 @@ class Sentences(Clauses):
             return False
         _remove(node, "owner", "adjective")
         node["det"] = "the"
-        if part == "object":  # what followed would be read as part of the relative clause
+        if part == "object":  # anything after the object would seem to belong to the relative clause
             _remove(clause, "time", "manner")
         return self.relative(node) and node["clause"]["predicate"] != clause["predicate"]
 
     def report(self) -> Node:
-        """Somebody thinks, knows, says … that something is so."""
+        """A report: Minsu thinks, knows, says … that …"""
         verb = self.draws.choice(_REPORTS)
         subject = {"noun": "I"} if self.draws.chance(0.35) else self.person(plain=True)
         tense = "past" if verb in ("say that", "hear that") else "present"
@@ -199,7 +199,7 @@ class Sentences(Clauses):
         return clause
 
     def _content(self, verb: str) -> Node:
-        """What is thought or said; what is hoped for is to come."""
+        """The content of a report; after `hope` it is an event in the future."""
         content = self.any_clause(embedded=True)
         if verb != "hope that":
             return content
@@ -209,7 +209,7 @@ class Sentences(Clauses):
         return {**content, "tense": "future"}
 
     def joined_clauses(self, register: str, *, may_share: bool = True) -> Node:
-        """Two clauses: a reason and what follows from it, or two deeds side by side; perhaps with one subject."""
+        """Two clauses, possibly with a shared subject: a reason and its consequence, or two coordinate actions."""
         join = self.draws.choice(_JOINS)
         sentence: Node = {"register": register, "join": join}
         if join in ("but", "and"):
@@ -226,7 +226,7 @@ class Sentences(Clauses):
         return {**sentence, "first": reason, "clause": self._deed_of_another(later, reason, verb)}
 
     def _coordinate(self, sentence: Node, may_share: bool) -> Node:
-        """Two deeds in a row, or against each other: the second is not done, or is done in spite of a mood."""
+        """Two actions joined by `and`, or contrasted by `but`: the second is negated, or done in spite of a mood."""
         if sentence["join"] == "and":
             tense = self.draws.choice(("past", "past", "present", "future"))
             verbs: list[Verb | None] = [None, None]
@@ -250,14 +250,14 @@ class Sentences(Clauses):
         return {**sentence, "first": first, "clause": second}
 
     def _deed_of_another(self, tense: str, first: Node, verb: Verb | None = None) -> Node:
-        """A deed by somebody who is not the subject before, and cannot be taken for it."""
+        """An action of a person other than the subject of the first clause."""
         while True:
             deed = self.deed(tense, verb=verb, pronouns=False)
             if "subject" not in first or not self._is_same(deed["subject"], first["subject"]):
                 return deed
 
     def _repeatable_subject(self, join: str) -> Node:
-        """A subject that English can repeat as a pronoun; beside `when` and `if` only speakers themselves."""
+        """A subject that English can repeat as a pronoun; with `when` and `if` only I or we."""
         roll = self.draws.below(10)
         if join in ("when", "if") or roll < 3:
             return {"noun": "we" if roll & 1 else "I"}
@@ -267,15 +267,15 @@ class Sentences(Clauses):
         return {"noun": name, "det": "my" if "kin" in NOUNS[name].tags else "the"}
 
     def longer_sentence(self) -> Node:
-        """Two or three embeddings in one sentence."""
+        """A sentence with two or three embedded clauses."""
         register = self.draws.choice(REGISTERS)
         roll = self.draws.below(3)
         if roll == 0:  # think that … who … the thing that …
             return {"register": register, "clause": self._report_of_relatives(both=self.draws.chance(0.8))}
         sentence = self.joined_clauses(register, may_share=False)
-        if roll == 2 and sentence["join"] == "but":  # …, but somebody thinks that … the thing that …
+        if roll == 2 and sentence["join"] == "but":  # …, but Minsu thinks that … the thing that …
             return {**sentence, "clause": self._report_of_relatives(both=False)}
-        main = self.with_relative(both=self.draws.chance(0.7))  # when …, somebody who … the thing that …
+        main = self.with_relative(both=self.draws.chance(0.7))  # when …, the girl who … the thing that …
         while not _is_deed(main):
             main = self.with_relative(both=self.draws.chance(0.7))
         main.pop("aspect", None)

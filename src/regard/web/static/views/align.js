@@ -1,23 +1,25 @@
-// Source above, translation below, and the lines of cross-attention; both appear as the model writes, token by token.
+// Source above, translation below, and lines of cross-attention between them; the translation can be replayed token by token.
 import { el, shown } from "../dom.js";
 import { isFound, rowOf, strongest, tableOf } from "../matrix.js";
 import { fitted, textWidth } from "../pen.js";
+import { Player } from "../player.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 
 const SIZE = 17;
-const MOST = 256; // tokens of either side: what is shown is one tile
+const MOST = 256; // tokens of either side: one tile of weights
 
 class Align {
   constructor(host, app) {
     Object.assign(this, { app, shown: null, live: null, asked: 0, over: null });
     const { t } = app;
     this.again = el("button", { type: "button", class: "second", "data-do": "write", onclick: () => app.guarded(() => this.write()) }, t("align.write"));
-    const canWrite = !app.source.offline && app.model()?.generates && app.state.now.beam === 1;
+    const canWrite = !app.source.offline && app.model()?.generates;
     this.said = el("span", { class: "live", "aria-live": "polite" });
+    this.player = canWrite ? new Player(t, { onStep: () => this.showLive(), onEnd: () => this.wrote() }) : null;
     this.place = el("div");
     const caption = [t("align.caption"), app.readingNote()].join(" ");
-    host.append(el("div", { class: "row" }, el("p", { class: "caption" }, caption), canWrite && [this.again, this.said]), this.place);
+    host.append(el("div", { class: "row" }, el("p", { class: "caption" }, caption), canWrite && [this.again, this.player.node, this.said]), this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.align"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
       hover: (hit, event) => this.hover(hit, event), press: (hit) => this.press(hit),
@@ -25,8 +27,9 @@ class Align {
     });
   }
 
-  async update() {
-    if (this.live) return;
+  async update(changed) {
+    if (this.live && !["layer", "head"].some((name) => changed.has(name))) { this.sheet.redraw(); return; }
+    if (this.live) { this.player.stop(); this.wrote(); return; } // the streamed weights belong to the old head
     const mine = ++this.asked, { data } = this.app, { layer, head } = this.app.where(), { rows, cols } = data.size("cross");
     const [rowLabels, colLabels, matrix] = await Promise.all([data.labels("cross", "rows"), data.labels("cross", "cols"),
       data.block("cross", layer, head, 0, Math.min(MOST, rows), 0, Math.min(MOST, cols))]);
@@ -35,41 +38,78 @@ class Align {
     this.sheet.redraw();
   }
 
-  /** Write the translation in view: each token comes with the row of weights from which it was written. */
+  /** Stream the translation, token by token, each with its row of weights. */
   async write() {
-    const { app } = this, { layer, head } = app.where(), { model, text } = app.composer.request();
-    this.again.disabled = true;
-    this.live = { rowLabels: [], colLabels: [], matrix: { rows: 0, cols: 0, values: new Float32Array() } };
-    this.said.textContent = "";
+    const { app } = this;
+    if (!app.composer.streams()) { this.replay(); return; } // beam search or the user's own text: nothing to stream
+    const { layer, head } = app.where(), { model, text } = app.composer.request();
+    this.begin([]);
     try {
       const request = { model, text, generate: { beam: 1 }, watch: { layer, ...(head < 0 ? {} : { head }) } };
       const found = await app.source.stream(request, (line) => this.told(line));
       app.state.now.target = "";
-      if (app.view === this) await app.open({ ...found, id: found.look });
-    } finally {
+      if (app.view !== this) return;
+      app.adopt({ ...found, id: found.look });
+      this.player.complete();
+    } catch (error) {
+      this.player.stop();
       this.live = null;
-      this.again.disabled = false;
-      this.sheet.redraw();
+      this.showLive();
+      throw error;
     }
+  }
+
+  /** Replay an existing text. */
+  replay() {
+    const { rowLabels, colLabels, matrix } = this.shown;
+    this.begin(colLabels);
+    rowLabels.forEach((label, r) => this.add(label, rowOf(matrix, r), label.special ? "" : `${label.text} `));
+    this.player.complete();
+  }
+
+  begin(colLabels) {
+    this.live = { rowLabels: [], texts: [], colLabels, matrix: { rows: 0, cols: 0, values: new Float32Array() } };
+    this.player.start();
   }
 
   told({ source, label, weights, text }) {
-    const { live } = this;
-    if (source) live.colLabels = source.slice(0, MOST);
-    if (weights && live.rowLabels.length < MOST) {
-      const { rows } = live.matrix, cols = weights.length, values = rows ? live.matrix.values : new Float32Array(MOST * cols);
-      values.set(weights, rows * cols);
-      live.rowLabels.push(label);
-      live.matrix = { rows: rows + 1, cols, values };
-    }
-    this.said.textContent += text ?? "";
-    this.sheet.redraw();
+    if (source) this.live.colLabels = source.slice(0, MOST);
+    if (weights && this.live.rowLabels.length < MOST) this.add(label, weights, text ?? "");
+    else if (text) this.live.texts[this.live.texts.length - 1] += text;
+    this.showLive();
   }
 
-  /** What is on the sheet: the text that is being written, or the look. */
-  now() { return this.live ?? this.shown; }
+  add(label, weights, text) {
+    const { live } = this, { rows } = live.matrix, cols = weights.length, values = rows ? live.matrix.values : new Float32Array(MOST * cols);
+    values.set(weights, rows * cols);
+    live.rowLabels.push(label);
+    live.texts.push(text);
+    live.matrix = { rows: rows + 1, cols, values };
+    this.player.arrive(rows + 1);
+  }
 
-  /** Two lines of tokens where they fit, two columns where they do not. */
+  /** Show the player's current step. */
+  showLive() {
+    this.again.hidden = Boolean(this.live);
+    this.said.textContent = this.live ? this.live.texts.slice(0, this.player.at).join("") : "";
+    this.sheet?.redraw();
+  }
+
+  /** The replay is over: show the look. */
+  wrote() {
+    this.live = null;
+    this.showLive();
+    if (this.app.view === this) this.app.show();
+  }
+
+  /** What is drawn: the replayed part of the text, or the look. */
+  now() {
+    if (!this.live) return this.shown;
+    const { at } = this.player, { rowLabels, colLabels, matrix } = this.live;
+    return { colLabels, rowLabels: rowLabels.slice(0, at), matrix: { ...matrix, rows: Math.min(at, matrix.rows) } };
+  }
+
+  /** Two lines of tokens if they fit, otherwise two columns. */
   layout(width) {
     if (!this.now()) return { height: 260 };
     const { rowLabels, colLabels } = this.now(), font = `400 ${SIZE}px ${getComputedStyle(document.body).fontFamily}`;
@@ -147,7 +187,7 @@ class Align {
     return tableOf(rowLabels, colLabels, matrix);
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.player?.stop(); this.sheet.close(); tip.hide(); }
 }
 
 export default {

@@ -1,4 +1,4 @@
-// Every head of every layer, small; the eye finds the odd one, a click opens it.
+// Thumbnails of every head of every layer; a click opens one.
 import { heat, scaled } from "../colour.js";
 import { el, shown } from "../dom.js";
 import { largest } from "../matrix.js";
@@ -26,7 +26,7 @@ class Grid {
     await Promise.all(Array.from({ length: layers }, async (_, layer) => {
       const found = await data.thumbnails(kind, layer, SIZE);
       if (mine !== this.asked) return;
-      this.layers[layer] = found; // drawn as they come
+      this.layers[layer] = found; // drawn as they arrive
       this.sheet.redraw();
     }));
   }

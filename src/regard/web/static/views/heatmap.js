@@ -1,4 +1,4 @@
-// The matrix itself: weights as tiles where they can be told apart, block means where they cannot.
+// The attention matrix: exact weights when zoomed in, block means otherwise.
 import { heat, inkOn, scaled } from "../colour.js";
 import { brief, count, el, screenBelow, shown, tokenText } from "../dom.js";
 import { columnName, isFound, largest, longestName, nameSize } from "../matrix.js";
@@ -6,10 +6,10 @@ import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 
-const EXACT = 512; // rows or columns up to which the weights themselves are fetched
+const EXACT = 512; // largest number of rows or columns shown with exact weights
 const OVERVIEW = 320;
 const LARGEST_CELL = 58;
-const READABLE_CELL = { wide: 12, narrow: 16 }; // a phone scrolls anyway
+const READABLE_CELL = { wide: 12, narrow: 16 }; // phones scroll anyway
 
 class HeatMap {
   constructor(host, app) {
@@ -34,7 +34,7 @@ class HeatMap {
     this.dragging();
   }
 
-  /** The part of the matrix that is shown: [r0, r1, c0, c1]. */
+  /** The visible part of the matrix: [r0, r1, c0, c1]. */
   window() {
     const { rows, cols } = this.app.data.size(this.app.where().kind);
     const asked = this.app.state.now.zoom.split(",").map(Number);
@@ -72,7 +72,7 @@ class HeatMap {
     const left = Math.min(longest(rowLabels, r0, r1), width * 0.3) + 12, over = longest(colLabels, c0, c1);
     const tall = Math.max(screenBelow(this.place) - 0.72 * over - 70, Math.min(READABLE_CELL[width < 560 ? "narrow" : "wide"] * rows, Math.max(620, width * 0.7)));
     const cellIn = (room) => Math.min(LARGEST_CELL, room / cols, tall / rows);
-    const slanted = over > cellIn(width - left - 8) - 6; // names that are too long go up to the right, and need room there
+    const slanted = over > cellIn(width - left - 8) - 6; // long labels are slanted and need room on the right
     const cell = cellIn(width - left - 8 - (slanted ? Math.min(0.62 * over, width * 0.15) : 0));
     const labelled = cell >= 10.5, upright = labelled && slanted;
     const above = !labelled ? 8 : upright ? over * 0.72 + 22 : 26;
@@ -131,7 +131,7 @@ class HeatMap {
     pen.text(brief(max), left + width, top + 16, { size: 11, fill: quiet, align: "right" });
   }
 
-  /** The cell at a place of the sheet. */
+  /** The cell at a point of the drawing. */
   cell({ x, y }) {
     if (!this.shown) return null;
     const { left, top, cell: [wide, tall], side } = this.layout(this.sheet.size().width);
@@ -193,7 +193,7 @@ class HeatMap {
     node.addEventListener("pointerleave", end);
   }
 
-  /** What is on the screen, as rows of a table. */
+  /** The visible weights as rows of a table. */
   rows() {
     const { matrix, span, rowLabels, colLabels, exact } = this.shown;
     const name = (labels, at, from, n, total) => exact ? tokenText(labels[at + from]) : `${Math.floor((at * total) / n)}`;
@@ -205,7 +205,7 @@ class HeatMap {
   close() { this.sheet.close(); tip.hide(); }
 }
 
-/** The block an index falls in when `total` is cut into `n`: the first blocks are one larger (as torch.tensor_split). */
+/** The block of an index among `n` blocks of `total`; the first blocks are one larger (as in torch.tensor_split). */
 export function blockOf(index, total, n) {
   const size = Math.floor(total / n), larger = total % n, edge = larger * (size + 1);
   const at = index < edge ? Math.floor(index / (size + 1)) : larger + Math.floor((index - edge) / size);

@@ -1,4 +1,4 @@
-// The image with the weights of one token laid over its patches.
+// The image with one token's weights overlaid on its patches.
 import { css, heat, scaled } from "../colour.js";
 import { brief, el, screenBelow, shown, slider, tokenText } from "../dom.js";
 import { largest, strongest } from "../matrix.js";
@@ -27,13 +27,13 @@ class ImageOverlay {
 
   async update() {
     const mine = ++this.asked, { data, state } = this.app, { kind, layer, head } = this.app.where(), { rows } = data.size(kind);
-    if (state.now.row < 0) state.now.row = kind === "cross" ? data.look.uncertain ?? 0 : 0; // somebody always looks
+    if (state.now.row < 0) state.now.row = kind === "cross" ? data.look.uncertain ?? 0 : 0; // there is always a query
     const [rowLabels, colLabels] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols")]);
     const row = state.now.row < rows ? state.now.row : 0;
     const weights = await data.row(kind, layer, head, row);
     if (mine !== this.asked) return;
     this.shown = { kind, row, rowLabels, colLabels, weights, max: largest(weights) };
-    const chip = (label, r) => !label.box && el("button", { // a patch is chosen on the picture
+    const chip = (label, r) => !label.box && el("button", { // patches are chosen on the image itself
       type: "button", "aria-pressed": String(r === row), "data-row": String(r), onclick: () => state.set({ row: r, col: -1 }),
     }, el("bdi", {}, shown(label)));
     this.chips.replaceChildren(...rowLabels.slice(0, MOST).map(chip).filter(Boolean));
@@ -60,7 +60,7 @@ class ImageOverlay {
       if (c === col || c === this.over) pen.rect(box[0] + 1, box[1] + 1, box[2] - 2, box[3] - 2, { stroke: accent, width: 2 });
       pen.hit(...box, c);
     });
-    if (rowLabels[row].box) { // a patch that looks at patches
+    if (rowLabels[row].box) { // the query is itself a patch
       const box = place(rowLabels[row].box);
       pen.rect(box[0] + 2, box[1] + 2, box[2] - 4, box[3] - 4, { stroke: accent, width: 2.5 });
     }
@@ -68,7 +68,7 @@ class ImageOverlay {
     if (off > 0) pen.text(`${colLabels.filter((label) => !label.box).map(shown).join(" ")}  ${brief(off)}`, 0, tall + 18, { size: 12, fill: quiet });
   }
 
-  /** A number that can be read on any picture. */
+  /** Draw a number that is readable on any image. */
   value(pen, text, x, y) {
     pen.rect(x - 19, y - 10, 38, 20, { fill: "#1d1915", radius: 6, opacity: 0.62 });
     pen.text(text, x, y, { size: 12, align: "center", fill: "#ffffff" });
@@ -84,7 +84,7 @@ class ImageOverlay {
   press(hit) {
     if (hit === undefined) return;
     const { state } = this.app, { row } = this.shown;
-    if (this.shown.kind === "encoder") state.set({ row: hit, col: -1 }); // patches look at patches: choose who looks
+    if (this.shown.kind === "encoder") state.set({ row: hit, col: -1 }); // queries are patches: choose the query
     else state.set({ row, col: state.now.col === hit ? -1 : hit });
   }
 

@@ -1,4 +1,4 @@
-// What comes next: the likeliest tokens, before and after temperature, top-k and top-p.
+// The next token: the likeliest candidates, before and after temperature, top-k and top-p.
 import { after, el, number, offer, percent, shown, slider } from "../dom.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
@@ -6,7 +6,7 @@ import { tip } from "../tip.js";
 
 const BARS = 16;
 const FEWEST = 3;
-const LIKELY = 0.01; // less than this is in the tail
+const LIKELY = 0.01; // anything less likely is in the tail
 const STEP = 32;
 
 class Next {
@@ -14,7 +14,7 @@ class Next {
     Object.assign(this, { app, shown: null, asked: 0, whole: false });
     const { t, state } = app, { temperature, topk, topp } = state.now, set = after(60, (patch) => state.set(patch));
     this.after = el("select", { class: "field", "aria-label": t("next.after"), onchange: () => state.set({ position: Number(this.after.value) }) });
-    this.tail = el("button", { type: "button", class: "plain", "data-do": "tail", onclick: () => { this.whole = !this.whole; this.show(); } });
+    this.tail = el("button", { type: "button", class: "plain", "data-do": "tail", hidden: true, onclick: () => { this.whole = !this.whole; this.show(); } });
     host.append(el("p", { class: "caption" }, t("next.caption")), el("div", { class: "row sliders" },
       el("label", {}, el("span", { class: "quiet" }, `${t("next.after")} `), this.after),
       slider(t("next.temperature"), { min: 0.05, max: 3, step: 0.05, name: "temperature" }, temperature, (v) => v.toFixed(2), (v) => set({ temperature: v })),
@@ -40,7 +40,7 @@ class Next {
     this.show();
   }
 
-  /** What is likely, before the sliders or after, and the tail where it is opened. */
+  /** The tokens that are likely before or after the sliders; all of them if the tail is open. */
   bars() {
     const last = this.shown.findLastIndex((one) => Math.max(one.now, one.probability) >= LIKELY);
     return this.whole ? this.shown : this.shown.slice(0, Math.max(FEWEST, last + 1));
@@ -62,7 +62,7 @@ class Next {
       pen.text(fitted(shown(one.text), left - 16, pen.font(15)), left - 12, y + STEP / 2, { size: 15, align: "right", fill: cut ? quiet : ink });
       pen.rect(left, y + 7, wide, STEP - 14, { fill: wash, radius: 4 });
       pen.rect(left, y + 7, Math.max(cut ? 0 : 2, (wide * one.now) / top), STEP - 14, { fill: accent, radius: 4 });
-      const mark = left + (wide * one.probability) / top; // where it stood before the sliders
+      const mark = left + (wide * one.probability) / top; // the probability without the sliders
       pen.path([mark, y + 4, mark, y + STEP - 4], { stroke: ink, width: 1.5, opacity: 0.6 });
       pen.text(cut ? t("next.cut") : percent(one.now), pen.width, y + STEP / 2, { size: 13, align: "right", fill: cut ? quiet : ink });
       pen.hit(0, y, pen.width, STEP, { text: one.text, now: one.now, plain: one.probability });

@@ -1,4 +1,4 @@
-// The views of a page without a server: those that need weights alone. It takes the place of index.js there.
+// The views of a page without a server, which need only weights; replaces index.js there.
 import align from "./align.js";
 import grid from "./grid.js";
 import heatmap from "./heatmap.js";
@@ -7,3 +7,4 @@ import patterns from "./patterns.js";
 import sentence from "./sentence.js";
 
 export const VIEWS = [image, align, sentence, heatmap, grid, patterns];
+export const viewTerms = () => []; // only the server has the course

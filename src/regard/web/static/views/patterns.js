@@ -1,4 +1,4 @@
-// What each head tends to do: one pattern's scores, or for each head the pattern it follows most.
+// Patterns of heads: the scores of one pattern, or the strongest pattern of each head.
 import { css, heat, inkOn } from "../colour.js";
 import { el, number, segmented } from "../dom.js";
 import { fitted } from "../pen.js";
@@ -39,7 +39,7 @@ class Patterns {
     this.about.textContent = t(`pattern.${name || "most"}.about`);
   }
 
-  /** A head's value under the choice: {value, name}, where the name is the pattern's; mixed: it is called after none. */
+  /** A head's score for the chosen pattern, or its strongest one: {value, name}; mixed: no pattern is strong enough. */
   of(layer, head) {
     const { scores, name, known } = this.shown;
     if (name) return { value: scores[name][layer][head], name };

@@ -1,4 +1,4 @@
-// Two columns of tokens and the lines between them; the locked token also shows what every head makes of it.
+// Two columns of tokens with lines between them; squares beside the tokens show every head's weights for the pinned token.
 import { css, heat, scaled } from "../colour.js";
 import { count, el, number, shown } from "../dom.js";
 import { isFound, rowOf, strongest, tableOf } from "../matrix.js";
@@ -42,7 +42,7 @@ class Sentence {
     this.sheet.redraw();
   }
 
-  /** One row of each head of the layer: what the squares beside the tokens show. */
+  /** One row of each head of the layer, for the squares beside the tokens. */
   async everyHead({ kind, layer }, row, part) {
     const { data } = this.app, n = data.size(kind).heads;
     if (row < part[0] || row >= part[1] || this.app.source.only) return null;
@@ -61,7 +61,7 @@ class Sentence {
       el("button", { type: "button", class: "plain", onclick: go(start + PART) }, "›"));
   }
 
-  /** What a long text hides: the weight of keys outside of the part. */
+  /** For a long text, show the total weight of the keys outside the visible part. */
   outside() {
     const { part, matrix, row } = this.shown, { cols } = this.app.data.size(this.shown.kind);
     const is = row >= part[0] && row < part[1] && part[3] - part[2] < cols;

@@ -1,4 +1,4 @@
-// What if: no causal mask, another scale, heads switched off; the prediction and the weights, before and after.
+// Interventions: no causal mask, another scale, heads switched off; texts, predictions and weights before and after.
 import { heat, scaled } from "../colour.js";
 import { Data } from "../data.js";
 import { after, check, el, number, offer, percent, shown, slider, tokenText } from "../dom.js";
@@ -6,12 +6,14 @@ import { columnName, largest, longestName, nameSize } from "../matrix.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
+import { writerName } from "../writers.js";
 
 const CELLS = 160;
-const LABELLED = 40; // rows or columns that still have names
+const LABELLED = 40; // largest number of rows or columns with labels
 const CLASSES = 5;
 const TOKENS = 3;
 const STEP = 28;
+const NEW = 24; // tokens that a language model generates
 
 class Variant {
   constructor(host, app) {
@@ -19,13 +21,16 @@ class Variant {
     const { t, state } = app;
     this.settings = el("div", { class: "row" });
     this.switches = el("div", { class: "switches", role: "group", "aria-label": t("variant.off") });
+    this.matters = el("p", { class: "told matters", "aria-live": "polite" });
+    this.written = el("div", { class: "written" });
+    this.happened = el("p", { class: "told happened", "aria-live": "polite" });
     this.edited = el("p", { class: "caption" });
     this.forced = el("div", { class: "row" });
     this.most = el("span");
-    this.again = el("p", { class: "again", "aria-live": "polite" });
     this.after = el("select", { class: "field", "aria-label": t("next.after"), onchange: () => state.set({ position: Number(this.after.value) }) });
     this.boards = el("div");
-    host.append(el("p", { class: "caption" }, t("variant.caption")), el("div", { class: "changes" }, this.settings, this.switches), this.edited, this.forced, this.again, this.boards);
+    host.append(el("p", { class: "caption" }, t("variant.caption")), el("div", { class: "changes" }, this.settings, this.switches), this.matters,
+      this.written, this.happened, this.forced, this.edited, this.boards);
     this.sheet = new Surface(this.boards, {
       vector: true, label: t("view.variant"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
       hover: (hit, event) => hit ? tip.show(event, hit.after, hit.name, `${t("variant.before")}: ${number(hit.before)}`) : tip.hide(), leave: () => tip.hide(),
@@ -36,41 +41,57 @@ class Variant {
   }
 
   showSettings() {
-    const { t, state } = this.app, { causal, scale } = state.now;
+    const { app } = this, { t, state } = app, { causal, scale } = state.now, { d_head: width, causal: hides, layered } = app.model(), root = Math.sqrt(width);
     this.settings.replaceChildren(...[
-      this.app.model().causal && check(t("variant.causal"), causal, (on) => state.set({ causal: on }), "causal"),
+      hides && check(t("variant.causal"), causal, (on) => state.set({ causal: on }), "causal"),
+      check(t("variant.root"), scale !== root, (on) => { state.set({ scale: on ? 1 : root }); this.showSettings(); }, "root"),
       slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => String(Number((2 ** v).toPrecision(3))), (v) => this.set({ scale: 2 ** v })),
+      layered && el("button", { type: "button", class: "second", "data-do": "find", onclick: () => app.guarded(() => this.findHead()) }, t("variant.find")),
       el("button", { type: "button", class: "plain", "data-do": "reset", onclick: () => { state.set({ causal: true, scale: 1, off: "" }); this.showSettings(); } }, t("variant.reset")),
     ].filter(Boolean));
   }
 
-  /** The text is not written anew: said plainly, with the button that does it. */
+  /** Below the generated texts: predictions on the same text, position by position. */
   showForced() {
-    const { app } = this, { t } = app;
-    this.forced.replaceChildren(el("p", { class: "caption forced" }, t("variant.forced")),
-      el("label", {}, this.most, this.after),
-      el("button", { type: "button", class: "second", "data-do": "again", onclick: () => app.guarded(() => this.writeAgain()) }, t("variant.again")));
+    this.forced.replaceChildren(el("p", { class: "caption forced" }, this.app.t("variant.forced")), el("label", {}, this.most, this.after));
   }
 
-  /** The heads of a layer as switches, and the layer's number as the switch of them all. */
+  /** Switch off each head in turn and show the one that the prediction depends on most. */
+  async findHead() {
+    const { app } = this, { t, source, look } = app;
+    this.matters.textContent = t("variant.finding");
+    this.heads = await source.heads(look);
+    const all = Object.entries(this.heads.without).flatMap(([kind, layers]) => layers.flatMap((line, layer) => line.map((share, head) => ({ kind, layer, head, share }))));
+    const worst = all.reduce((a, b) => (b.share < a.share ? b : a)), { kind, layer, head, share } = worst;
+    const words = { n: all.length, head: writerName(t, { ...worst, name: kind }), before: percent(this.heads.before), after: percent(share) };
+    this.matters.replaceChildren(t(look.classes ? "variant.matters.class" : "variant.matters", words), " ",
+      el("button", { type: "button", class: "second", "data-do": "worst", onclick: () => app.state.set({ kind, layer, off: `${kind}.${layer}.${head}` }) }, t("variant.switch")));
+    this.showSwitches();
+  }
+
+  /** A switch for each head of a layer, and one for all of them. */
   showSwitches() {
     const { app } = this, { t } = app, { kind } = app.where(), { layers, heads } = app.data.size(kind), off = this.off();
     const held = this.switches.contains(document.activeElement) ? document.activeElement.dataset.heads : null;
-    const button = (names, text, label) => el("button", {
-      type: "button", "data-heads": names.join(" "), "aria-pressed": String(names.every((name) => off.includes(name))), "aria-label": label, title: label,
+    const without = this.heads?.without[kind], lost = (name) => { // the share of the prediction lost without the head
+      const [, l, h] = name.split(".").map(Number);
+      return without ? Math.min(1, Math.max(0, 1 - without[l][h] / this.heads.before)) : null;
+    };
+    const button = (names, text, label, share) => el("button", {
+      type: "button", ...(typeof share === "number" ? { style: `background:color-mix(in srgb, var(--accent) ${Math.round(8 + 82 * share)}%, transparent)` } : {}), "data-heads": names.join(" "), "aria-pressed": String(names.every((name) => off.includes(name))), "aria-label": label, title: label,
       onclick: () => this.toggle(names),
     }, text);
     this.switches.replaceChildren(el("p", { class: "quiet" }, t("variant.off")), ...Array.from({ length: layers }, (_, l) => {
       const names = Array.from({ length: heads }, (_, h) => `${kind}.${l}.${h}`);
       return el("div", {}, button(names, t("variant.nth", { l: l + 1 }), t("variant.layer", { l: l + 1 })),
-        names.map((name, h) => button([name], String(h + 1), t("grid.cell", { l: l + 1, h: h + 1 }))));
+        names.map((name, h) => button([name], String(h + 1), t("grid.cell", { l: l + 1, h: h + 1 }), lost(name))));
     }));
-    if (held) this.switches.querySelector(`[data-heads="${CSS.escape(held)}"]`)?.focus(); // the keyboard stays where it was
+    if (held) this.switches.querySelector(`[data-heads="${CSS.escape(held)}"]`)?.focus(); // keep the keyboard focus
   }
 
   off() { return this.app.state.now.off.split(" ").filter(Boolean); }
 
-  /** Switch these heads off; on again where all of them are off. */
+  /** Switch these heads off, or on again if all of them are off. */
   toggle(names) {
     const now = this.off(), rest = now.filter((one) => !names.includes(one));
     this.app.state.set({ off: (names.every((name) => now.includes(name)) ? rest : [...rest, ...names]).join(" ") });
@@ -82,14 +103,14 @@ class Variant {
     return { causal: causal || !this.app.model().causal, scale, off };
   }
 
-  /** The same text under the changed attention, with the same target where there is one: only the attention differs. */
+  /** A look at the same text, and target if any, under the changed attention. */
   changed() {
     const { app } = this, variant = this.variant(), key = JSON.stringify(variant);
     if (!this.looks.has(key)) {
       const request = app.composer.request(variant);
       delete request.generate;
       if (app.model().source && app.look.target) request.target = app.look.target;
-      else if (app.look.text) request.text = app.look.text; // with what a beam search added to it
+      else if (app.look.text) request.text = app.look.text; // including the continuation that beam search added
       const asked = app.source.look(request).then((look) => new Data(app.source, look));
       asked.catch(() => this.looks.delete(key));
       this.looks.set(key, asked);
@@ -97,15 +118,63 @@ class Variant {
     return this.looks.get(key);
   }
 
-  /** What the changed model writes of its own. */
-  async writeAgain() {
-    const { app } = this, { source, image } = app.model(), { target, ...request } = app.composer.request(this.variant());
-    request.generate = { beam: app.state.now.beam, ...(source || image ? {} : { max_new_tokens: 16 }) };
-    const look = await app.source.look(request);
-    this.again.replaceChildren(el("span", { class: "quiet" }, app.t("variant.wrote")), " ", el("bdi", {}, (source || image ? look.target : look.text) || "∅"));
+  isChanged() {
+    const { causal, scale, off } = this.variant();
+    return !causal || scale !== 1 || off.length > 0;
   }
 
-  /** The predictions of both: classes, or the next token where the change is largest or where the reader asks for it. */
+  /** Whether a language model's context has room to continue; a beam search's continuation does not count. */
+  hasRoom() {
+    const { data, state } = this.app, { source, image, max_len: most } = this.app.model();
+    return source || image || state.now.beam > 1 || data.size("self").rows < most;
+  }
+
+  /** The text that the model generates, as trained or with the changes. */
+  write(variant) {
+    const { app } = this, key = `written ${JSON.stringify(variant ?? null)}`;
+    if (!this.looks.has(key)) {
+      const { source, image } = app.model(), { target, ...request } = app.composer.request(variant);
+      request.generate = { beam: app.state.now.beam, ...(source || image ? {} : { max_new_tokens: NEW }) };
+      const prompt = source || image ? "" : request.text;
+      const asked = app.source.look(request).then((look) => source || image ? look.target ?? "" : (look.text ?? "").slice(prompt.length));
+      asked.catch(() => this.looks.delete(key));
+      this.looks.set(key, asked);
+    }
+    return this.looks.get(key);
+  }
+
+  /** Both texts side by side with new words highlighted, and a line that sums up the change. */
+  async showWritten(then, mine) {
+    const { app } = this, { t, look, data } = app, isChanged = this.isChanged();
+    if (look.classes) { this.happened.textContent = isChanged ? this.classChange(then) : t("variant.change"); return; }
+    if (!app.model().generates) { this.happened.textContent = ""; return; }
+    const prompt = app.model().source || app.model().image ? "" : look.text;
+    const room = this.hasRoom(), again = room && isChanged;
+    const [before, after, fits] = await Promise.all([room ? this.write(null) : null, again ? this.write(this.variant()) : null, isChanged ? Promise.all([look, then.look].map((one) => app.source.fit(one))) : null]);
+    if (mine !== this.asked) return;
+    const side = (name, text, other) => el("section", { "data-side": name }, el("h2", {}, t(`variant.${name}`)), el("p", {}, prompt && el("bdi", { class: "quiet" }, prompt), el("bdi", { class: "new" }, ...marked(text, other))));
+    this.written.replaceChildren(...(room ? [side("before", before, before), side("after", after ?? before, before)]
+      : [el("p", { class: "told full" }, t("variant.full", { n: data.size("self").rows }))]));
+    this.happened.textContent = isChanged ? [again && this.difference(before, after), fits[0].tokens ? t("variant.fit", { n: fits[0].tokens, a: fits[0].right, b: fits[1].right }) : ""].filter(Boolean).join(" ") : t("variant.change");
+  }
+
+  classChange(then) {
+    const { t, look } = this.app, [[name, share]] = Object.entries(look.classes), [[now, chance]] = Object.entries(then.look.classes);
+    const words = { name, now, a: percent(share), b: percent(then.look.classes[name]), c: percent(chance) };
+    return t(name === now ? "variant.stays" : "variant.turns", words);
+  }
+
+  /** What changed in the text, and the reason where it is certain. */
+  difference(before, after) {
+    const { t, state } = this.app, cross = this.app.look.kinds.cross, off = this.off();
+    const blind = cross && Array.from({ length: cross.layers }, (_, l) => Array.from({ length: cross.heads }, (_, h) => `cross.${l}.${h}`)).flat().every((name) => off.includes(name));
+    const why = [blind && t("variant.blind"), !state.now.causal && this.app.model().causal && t("variant.unmasked")].filter(Boolean);
+    const a = before.trim().split(/\s+/), b = after.trim().split(/\s+/), kept = common(a, b).size;
+    const what = before.trim() === after.trim() ? t("variant.unchanged") : !after.trim() ? t("variant.silent") : t("variant.rewritten", { n: b.length - kept, m: b.length });
+    return [what, ...why].join(" ");
+  }
+
+  /** The predictions of both: classes, or the next token at the chosen position, by default where it changes most. */
   async predictions(then) {
     const { app } = this, { data, look, state, t } = app, classes = ({ look: { classes } }) => Object.entries(classes).map(([text, probability]) => ({ token: text, text, probability }));
     if (look.classes) return [data, then].map((side) => classes(side).slice(0, CLASSES));
@@ -119,17 +188,16 @@ class Variant {
     return Promise.all([data, then].map((side) => side.next({ position: Math.min(position, side.size("self").rows - 1), k: TOKENS })));
   }
 
-  async update(changed) {
+  async update() {
     const mine = ++this.asked, { app } = this, { data } = app, { kind, layer, head } = app.where();
     this.edited.textContent = this.off().length ? app.t("variant.edited") : "";
     this.showSwitches();
-    if (["causal", "scale", "off"].some((name) => changed.has(name))) this.again.replaceChildren();
     const then = await this.changed();
     const side = async (from) => {
       const [matrix, rows, cols] = await Promise.all([from.overview(kind, layer, head, CELLS, CELLS), from.labels(kind, "rows"), from.labels(kind, "cols")]);
       return { ...matrix, names: { rows, cols } };
     };
-    const [says, ...sides] = await Promise.all([this.predictions(then), side(data), side(then)]);
+    const [says, , ...sides] = await Promise.all([this.predictions(then), this.showWritten(then, mine), side(data), side(then)]);
     if (mine !== this.asked) return;
     this.shown = { sides, max: Math.max(...sides.map(({ values }) => largest(values))), says };
     this.sheet.redraw();
@@ -191,6 +259,25 @@ class Variant {
     return [["row", "column", "before", "after"], ...Array.from(a.values, (v, i) => [tokenText(rows[Math.floor(i / a.cols)]), tokenText(cols[i % a.cols]), v, b.values[i]])];
   }
   close() { this.sheet.close(); tip.hide(); }
+}
+
+/** The indices in the second list of a longest common subsequence. */
+function common(a, b) {
+  const length = Array.from({ length: a.length + 1 }, () => new Uint16Array(b.length + 1));
+  for (let i = a.length - 1; i >= 0; i--) for (let j = b.length - 1; j >= 0; j--) length[i][j] = a[i] === b[j] ? length[i + 1][j + 1] + 1 : Math.max(length[i + 1][j], length[i][j + 1]);
+  const found = new Set();
+  for (let i = 0, j = 0; i < a.length && j < b.length;) {
+    if (a[i] === b[j]) { found.add(j); i++; j++; } else if (length[i + 1][j] >= length[i][j + 1]) i++;
+    else j++;
+  }
+  return found;
+}
+
+/** A text with the words marked that are not in its longest common subsequence with the other. */
+function marked(text, other) {
+  if (!text.trim()) return [" ∅"];
+  const words = text.match(/\s*\S+/g), kept = common(other.trim().split(/\s+/), words.map((word) => word.trim()));
+  return words.map((word, i) => kept.has(i) ? word : el("mark", {}, word));
 }
 
 export default {

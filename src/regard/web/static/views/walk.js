@@ -1,81 +1,121 @@
-// One weight from q and k to what it hands over, step by step, with the numbers the model used.
+// The computation of one weight step by step, with the model's numbers: q · k, the softmax of its row, the sum of the values.
 import { css, signed } from "../colour.js";
-import { el, number, offer, shown } from "../dom.js";
+import { el, rounded, shown, tokenText } from "../dom.js";
+import { PairPicker } from "../pair.js";
+import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 
-const MARGIN = 84;
 const STRIP = 26;
+const LINE = 28;
+const MOST_VALUES = 12; // values drawn individually before the sum
 
 class Walk {
   constructor(host, app) {
     Object.assign(this, { app, shown: null, asked: 0 });
-    const pick = (key) => el("select", { class: "field", "data-axis": key, onchange: (event) => app.state.set({ [key]: Number(event.target.value) }) });
-    this.pickers = { row: pick("row"), col: pick("col") };
+    this.pair = new PairPicker(app);
     this.place = el("div", { style: "max-width:880px" });
     this.note = el("p", { class: "caption" });
-    const { t } = app;
-    host.append(el("p", { class: "caption" }, t("walk.caption")), el("div", { class: "row" },
-      el("label", {}, el("span", { class: "quiet" }, `${t("walk.from")} `), this.pickers.row),
-      el("label", {}, el("span", { class: "quiet" }, `${t("walk.to")} `), this.pickers.col)), this.note, this.place);
+    const { t, state } = app;
+    host.append(el("p", { class: "caption" }, t("walk.caption")), this.pair.node, this.note, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.walk"), draw: (pen) => this.draw(pen), height: () => this.height ?? 700,
       hover: (hit, event) => hit ? tip.show(event, hit.value, hit.name) : tip.hide(), leave: () => tip.hide(),
+      press: (hit) => hit?.col !== undefined && state.set({ row: this.shown.row, col: hit.col }),
     });
   }
 
   async update() {
-    const mine = ++this.asked, { data, state, t } = this.app, { kind, layer, head } = this.app.where();
-    const { rows, cols } = data.size(kind), one = Math.max(0, head);
-    const least = kind === "encoder" ? 0 : data.look.uncertain ?? rows - 1; // where the model was least sure
-    const row = state.now.row >= 0 && state.now.row < rows ? state.now.row : least;
-    const [rowLabels, colLabels] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols")]);
-    const asked = state.now.col >= 0 && state.now.col < cols ? state.now.col : null;
-    const col = asked ?? (await data.top(kind, layer, one, row, 1))[0]?.index ?? 0;
-    const steps = await data.walk(kind, layer, one, row, col);
+    const mine = ++this.asked, { data, t } = this.app, pair = await this.pair.chosen(), { kind, layer, row, col } = pair;
+    const steps = await data.walk(kind, layer, pair.isMean ? -1 : pair.head, row, col);
     if (mine !== this.asked) return;
-    this.shown = { kind, layer, head: one, row, col, rowLabels, colLabels, steps };
-    this.note.textContent = head < 0 ? t("walk.onehead", { h: one + 1 }) : "";
-    offer(this.pickers.row, rowLabels, row);
-    offer(this.pickers.col, colLabels, col);
+    this.shown = { ...pair, steps };
+    this.note.textContent = pair.isMean ? t("walk.onehead.most", { h: steps.head + 1 }) : "";
+    this.pair.show(pair);
     this.sheet.redraw();
   }
 
   draw(pen) {
     if (!this.shown) return;
-    const { steps: s, row, col, rowLabels, colLabels } = this.shown, { t } = this.app;
-    const names = { q: `q  ${shown(rowLabels[row])}`, k: `k  ${shown(colLabels[col])}`, v: `v  ${shown(colLabels[col])}` };
+    const { steps: s, row, col, rowLabels, colLabels } = this.shown, { t } = this.app, top = largest(s.q, s.k);
+    const vectors = () => {
+      this.strip(pen, `q  ${shown(rowLabels[row])}`, s.q, top, "q");
+      this.strip(pen, `k  ${shown(colLabels[col])}`, s.k, top, "k");
+    };
     this.y = 14;
     this.title(pen, t("walk.dot"));
+    vectors();
     if (s.dot !== null && s.dot !== undefined) {
-      const product = s.q.map((q, i) => q * s.k[i]), top = largest(s.q, s.k);
-      this.strip(pen, names.q, s.q, top, "q");
-      this.strip(pen, names.k, s.k, top, "k");
+      const product = s.q.map((q, i) => q * s.k[i]);
       this.strip(pen, "q × k", product, largest(product), "q × k");
-      this.line(pen, "q · k", `${t("walk.sum")} =`, number(s.dot), "dot");
+      this.line(pen, "q · k", `${t("walk.sum")} =`, s.dot, "dot");
       this.title(pen, t("walk.scale"));
-      this.line(pen, "÷ √d", `${number(s.dot)} × ${number(s.factor)} =`, number(s.scaled), "scaled");
-    } else {
-      const top = largest(s.q, s.k);
-      this.strip(pen, names.q, s.q, top, "q");
-      this.strip(pen, names.k, s.k, top, "k");
-      this.line(pen, s.mechanism ?? "", `${t("walk.score")} =`, number(s.scaled), "scaled");
-    }
+      this.line(pen, "÷ √d", `${rounded(s.dot)} × ${rounded(s.factor)} =`, s.scaled, "scaled");
+    } else this.line(pen, s.mechanism ?? "", `${t("walk.score")} =`, s.scaled, "scaled");
     this.title(pen, t("walk.mask"));
     const may = s.masked ? t("walk.maynot") : t("walk.may");
-    this.line(pen, "+ b", `${number(s.scaled)} + ${number(s.bias)} (${t("walk.bias")}),  ${may}  →`, s.masked ? "−∞" : number(s.score), "score");
-    this.title(pen, t("walk.softmax"));
-    if (s.normaliser === "linear") this.line(pen, "÷ Σ", `${number(s.score)} ÷ exp(${number(s.lse)}) =`, number(s.weight), "weight", true);
-    else this.line(pen, "exp", s.masked ? "exp(−∞) =" : `exp(${number(s.score)} − ${number(s.lse)}) =`, number(s.weight), "weight", true);
-    this.small(pen, `${number(s.lse)}: ${t("walk.norm")}`);
-    if (s.v) {
-      this.title(pen, t("walk.value"));
-      this.strip(pen, names.v, s.v, largest(s.v), "v");
-      this.strip(pen, `${number(s.weight)} × v`, s.contribution, largest(s.v), t("walk.share"));
-      this.y += 8;
-      this.small(pen, t("walk.share"));
-    } else if (s.v_absent) this.small(pen, s.v_absent);
+    this.line(pen, "+ b", `${rounded(s.scaled)} + ${rounded(s.bias)} (${t("walk.bias")}),  ${may}  →`, s.masked ? -Infinity : s.score, "score");
+    this.softmax(pen);
+    if (s.v) this.values(pen);
+    else if (s.v_absent) this.small(pen, s.v_absent);
     if (Math.abs((this.height ?? 0) - this.y - 12) > 1) { this.height = this.y + 12; this.sheet.redraw(); }
+  }
+
+  /** All scores of the row, their eˢ, and their shares of the sum; the chosen key in colour. */
+  softmax(pen) {
+    const { steps: s, col, colLabels } = this.shown, { t } = this.app, { accent, ink, quiet, line, wash } = pen.colours;
+    const isLinear = s.normaliser === "linear", isAlone = s.normaliser === "sigmoid", sum = Math.exp(s.lse), small = pen.width < 520, left = small ? 96 : 150;
+    const at = small ? [left + 62, left + 124, left + 186] : [left + 90, left + 190, left + 280], bar = at[2] + 14, room = pen.width - bar;
+    const middle = () => this.y + LINE / 2, cell = (text, n, style = {}) => pen.text(text, at[n], middle(), { size: 13, align: "right", ...style });
+    this.title(pen, t(isAlone ? "walk.sigmoid" : "walk.softmax"));
+    ["s", isLinear || isAlone ? "" : "eˢ", isAlone ? "σ(s)" : isLinear ? "s ÷ Σ" : "eˢ ÷ Σ"].forEach((name, n) => cell(name, n, { fill: quiet, size: 12 }));
+    this.y += LINE;
+    for (const { index, score, weight } of s.row.keys) {
+      const chosen = index === col, fill = chosen ? accent : score === null ? quiet : ink, style = { fill, weight: chosen ? 600 : 400 };
+      pen.text(fitted(shown(colLabels[index]), left - 12, pen.font(13)), left - 12, middle(), { size: 13, align: "right", ...style });
+      cell(score === null ? "−∞" : rounded(score), 0, style);
+      if (!isLinear && !isAlone) cell(score === null ? "0" : rounded(Math.exp(score)), 1, style);
+      cell(rounded(weight), 2, style);
+      pen.rect(bar, this.y + 7, room, LINE - 14, { fill: wash, radius: 4 });
+      if (weight > 0) pen.rect(bar, this.y + 7, Math.max(2, room * weight), LINE - 14, { fill: chosen ? accent : quiet, radius: 4 });
+      pen.hit(0, this.y, pen.width, LINE, { value: weight, name: shown(colLabels[index]), col: index });
+      this.y += LINE;
+    }
+    if (s.row.others) {
+      pen.text(t("story.others", { n: s.row.others }), left - 12, middle(), { size: 13, align: "right", fill: quiet });
+      cell(rounded(s.row.rest), 2, { fill: quiet });
+      this.y += LINE;
+    }
+    if (s.sink !== null && s.sink !== undefined) { // part of the sum, but not a token
+      pen.text(t("walk.sink.row"), left - 12, middle(), { size: 13, align: "right", fill: quiet });
+      cell(rounded(s.sink), 2, { fill: quiet });
+      this.y += LINE;
+    }
+    pen.path([small ? 0 : left - 40, this.y + 2, pen.width, this.y + 2], { stroke: line });
+    this.y += 6;
+    pen.text("Σ", left - 12, middle(), { size: 13, align: "right", weight: 600 });
+    if (!isAlone) cell(rounded(sum), isLinear ? 0 : 1, { weight: 600 });
+    cell(rounded(s.row.keys.reduce((total, { weight }) => total + weight, s.row.rest + (s.sink ?? 0))), 2, { weight: 600 });
+    this.y += LINE + 6;
+    const how = isAlone ? `1 ÷ (1 + ${s.masked ? "∞" : rounded(Math.exp(-s.score))}) =` : isLinear ? `${rounded(s.score)} ÷ ${rounded(sum)} =` : `${s.masked ? "0" : rounded(Math.exp(s.score))} ÷ ${rounded(sum)} =`;
+    this.line(pen, isAlone ? "σ" : "÷ Σ", how, s.weight, "weight", true);
+    if (s.sink !== null && s.sink !== undefined) this.small(pen, `${rounded(s.sink)}: ${t("walk.sink")}`);
+  }
+
+  /** Each value times its weight, and their sum: the output of the head. */
+  values(pen) {
+    const { steps: { row, v, weight, contribution }, col, colLabels } = this.shown, { t } = this.app;
+    const told = row.keys.filter((key) => key.index === col || key.weight >= 0.005).sort((a, b) => b.weight - a.weight);
+    const some = told.slice(0, MOST_VALUES), listed = [...some, ...told.slice(MOST_VALUES).filter((key) => key.index === col)].sort((a, b) => a.index - b.index);
+    const rest = row.output.map((value, n) => listed.reduce((left, key) => left - key.contribution[n], value)), top = largest(row.output, ...listed.map((key) => key.contribution));
+    this.title(pen, t("walk.value"));
+    this.strip(pen, `v  ${shown(colLabels[col])}`, v, largest(v), "v");
+    this.strip(pen, `${rounded(weight)} × v`, contribution, largest(v), t("walk.share"));
+    this.small(pen, t("walk.share"), 8);
+    this.title(pen, t("walk.added"));
+    listed.forEach((key, n) => this.strip(pen, `${n ? "+ " : ""}${rounded(key.weight)} × v ${shown(colLabels[key.index])}`, key.contribution, top, shown(colLabels[key.index]), key.index));
+    if (listed.length < row.keys.length + row.others) this.strip(pen, `+ ${t("walk.rest")}`, rest, top, t("walk.rest"));
+    this.strip(pen, `= ${t("walk.output")}`, row.output, top, t("walk.output"));
   }
 
   title(pen, text) {
@@ -84,41 +124,41 @@ class Walk {
     this.y += 44;
   }
 
-  /** A vector as a strip of colours: accent for plus, slate for minus; the numbers are under the pointer. */
-  strip(pen, name, values, top, about) {
-    const small = pen.width < 520, left = small ? 0 : Math.max(MARGIN, 150), wide = (pen.width - left) / values.length;
-    if (small) { pen.text(name, 0, this.y + 8, { size: 12, fill: pen.colours.quiet }); this.y += 20; }
-    else pen.text(name, left - 12, this.y + STRIP / 2, { size: 13, align: "right", fill: pen.colours.quiet });
-    const colour = (v) => signed(v, top, pen.colours.theme);
+  /** A vector as a strip of colours, accent for positive and slate for negative; tooltips have the numbers. */
+  strip(pen, name, values, top, about, col) {
+    const small = pen.width < 520, left = small ? 0 : 150, wide = (pen.width - left) / values.length, { ink, quiet, accent, theme } = pen.colours;
+    const fill = col === undefined ? quiet : col === this.shown.col ? accent : ink;
+    if (small) { pen.text(fitted(name, pen.width, pen.font(12)), 0, this.y + 8, { size: 12, fill }); this.y += 20; }
+    else pen.text(fitted(name, left - 14, pen.font(13)), left - 12, this.y + STRIP / 2, { size: 13, align: "right", fill });
     values.forEach((value, i) => {
-      pen.rect(left + i * wide, this.y, wide - (wide > 6 ? 1 : 0), STRIP, { fill: css(colour(value)), radius: wide > 6 ? 2 : 0 });
-      pen.hit(left + i * wide, this.y, wide, STRIP, { value, name: `${about}[${i}]` });
+      pen.rect(left + i * wide, this.y, wide - (wide > 6 ? 1 : 0), STRIP, { fill: css(signed(value, top, theme)), radius: wide > 6 ? 2 : 0 });
+      pen.hit(left + i * wide, this.y, wide, STRIP, { value, name: `${about}[${i}]`, col });
     });
     this.y += STRIP + 8;
   }
 
-  line(pen, sign, sum, result, name, strong = false) {
-    const small = pen.width < 520, { accent, ink, quiet } = pen.colours;
+  line(pen, sign, sum, value, name, strong = false) {
+    const small = pen.width < 520, { accent, ink, quiet } = pen.colours, result = rounded(value), width = result.length * (strong ? 13 : 9.6) + 6;
     if (!small) pen.text(sign, 138, this.y + 12, { size: 13, align: "right", fill: quiet });
-    const width = result.length * (strong ? 13 : 9.6) + 6;
-    if (small) { pen.text(sum, 0, this.y + 12, { size: 13 }); this.y += 24; pen.text(result, pen.width, this.y + 12, { size: strong ? 22 : 16, weight: 600, align: "right", fill: strong ? accent : ink }); }
-    else {
-      pen.text(sum, 150, this.y + 12, { size: 14 });
-      pen.text(result, pen.width, this.y + 12, { size: strong ? 22 : 16, weight: 600, align: "right", fill: strong ? accent : ink });
-    }
-    pen.hit(pen.width - width, this.y, width, 24, { value: result, name });
+    pen.text(sum, small ? 0 : 150, this.y + 12, { size: small ? 13 : 14 });
+    if (small && sum.length > 24) this.y += 24;
+    pen.text(result, pen.width, this.y + 12, { size: strong ? 22 : 16, weight: 600, align: "right", fill: strong ? accent : ink });
+    pen.hit(pen.width - width, this.y, width, 24, { value, name });
     this.y += 36;
   }
 
-  small(pen, text) {
+  small(pen, text, above = 0) {
+    this.y += above;
     pen.text(text, pen.width < 520 ? 0 : 150, this.y, { size: 12, fill: pen.colours.quiet });
     this.y += 26;
   }
 
   rows() {
-    const { steps: s } = this.shown;
+    const { steps: s, colLabels } = this.shown;
     const numbers = ["dot", "factor", "scaled", "bias", "score", "lse", "weight"].map((name) => [name, s[name] ?? ""]);
-    return [["step", "value"], ...numbers, ...["q", "k", "v", "contribution"].flatMap((name) => (s[name] ?? []).map((v, i) => [`${name}[${i}]`, v]))];
+    const row = s.row.keys.flatMap(({ index, score, weight }) => [[`score ${index} ${tokenText(colLabels[index])}`, score ?? -Infinity], [`weight ${index} ${tokenText(colLabels[index])}`, weight]]);
+    const vectors = [["q", s.q], ["k", s.k], ["v", s.v], ["contribution", s.contribution], ["output", s.row.output]];
+    return [["step", "value"], ...numbers, ...row, ...vectors.flatMap(([name, values]) => (values ?? []).map((v, i) => [`${name}[${i}]`, v]))];
   }
 
   close() { this.sheet.close(); tip.hide(); }

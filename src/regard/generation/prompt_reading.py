@@ -1,0 +1,314 @@
+"""Chunked prefill: prompts are read part by part, the parts of several prompts in one pass.
+
+reading = PromptReading(model, inputs, config)       one prompt, or one source and the beginning of its target
+PromptReader(model).read(readings)                   the next part of each
+reading.is_read, reading.logits                      next-token logits, once all parts are read
+
+A prompt's numbers do not depend on the others in its pass. Parts begin at multiples of ``PROMPT_PART``. The tokens of
+all parts are rows of the same products (``ragged_rows``): on a CPU, packed products compute a row with the same bits in
+any batch; on a GPU there are always ``_GPU_ROWS`` rows, so that the same kernels run. Sources other than text, and
+prompts of models that cannot be computed in rows, are read one by one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..attention.cache import GrowingCache
+from ..layers import Embeddings
+from ..models import Model
+from ..models.base_model import DecoderShape, join_padding
+from .cached_engine import DecodingEngine, attention_obstacle, check_logits, plain_engine
+from .cpu_engine import MemoryKeys, RowBlock, RowDecoder, packed_weights, row_block_obstacle, row_norm, row_obstacle
+from .cuda_graph import can_capture
+from .generation_config import GenerateConfig
+from .prompts import ModelInputs, Prompts, max_text_length, pad_prompts, pad_sources
+from .ragged_rows import RaggedKeys, RaggedRows
+
+PROMPT_PART = 128  # tokens per part
+_GPU_ROWS, _GPU_PROMPTS = 2048, 64  # rows of a pass, and of its logits
+_PREFIX_BYTES = {"cpu": 256 << 20, "elsewhere": 2 << 30}
+
+
+class PrefixCache:
+    """Keys and values of the leading parts of prompts; drops the least recently used parts first.
+
+    A part is identified by the number of the part before it and its own tokens, so that looking up a prompt takes time
+    linear in its length. Its keys have the same bits whichever prompt it was read for, as parts begin at fixed
+    positions.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._parts: OrderedDict[tuple[int, tuple[int, ...]], tuple[int, Tensor]] = OrderedDict()
+        self._numbers = count(1)  # numbers of parts; 0 is the beginning of a prompt
+        self._max_bytes, self._n_bytes, self.n_tokens_found = max_bytes, 0, 0
+
+    def find(self, tokens: list[int]) -> Tensor | None:
+        """Keys (layers, 2, G, T, D) of the longest known prefix of ``tokens``, at most all but the last token."""
+        parts, number = list[Tensor](), 0
+        for end in range(PROMPT_PART, len(tokens), PROMPT_PART):
+            key = number, tuple(tokens[end - PROMPT_PART : end])
+            if key not in self._parts:
+                break
+            self._parts.move_to_end(key)
+            number, keys = self._parts[key]
+            parts.append(keys)
+        self.n_tokens_found += PROMPT_PART * len(parts)
+        return torch.cat(parts, 3) if parts else None
+
+    def keep(self, tokens: list[int], keys: Tensor) -> None:
+        """Store the whole parts of a prompt, given all its keys (layers, 2, G, T, D)."""
+        number = 0
+        for end in range(PROMPT_PART, len(tokens) + 1, PROMPT_PART):
+            key = number, tuple(tokens[end - PROMPT_PART : end])
+            if key not in self._parts:
+                part = keys[:, :, :, end - PROMPT_PART : end].clone()
+                self._parts[key] = next(self._numbers), part
+                self._n_bytes += part.nbytes
+            number = self._parts[key][0]
+        while self._n_bytes > self._max_bytes:
+            _, (_, dropped) = self._parts.popitem(last=False)
+            self._n_bytes -= dropped.nbytes
+
+
+def new_prefix_cache(model: Model) -> PrefixCache | None:
+    """A prefix cache; None for a model with an encoder, or with a layer whose cache is not simply all keys."""
+    if not model.is_decoder_only or not model.decodes_by_token:
+        return None
+    if not all(isinstance(layer, GrowingCache) for layer in model.new_cache().layers):
+        return None
+    return PrefixCache(_PREFIX_BYTES.get(model.device.type, _PREFIX_BYTES["elsewhere"]))
+
+
+class PromptReading:
+    """One prompt, or one source and the beginning of its target, and how much of it has been read.
+
+    If the model is computed in rows, the keys so far are kept here; otherwise in the cache of an engine.
+    """
+
+    def __init__(
+        self, model: Model, inputs: ModelInputs, config: GenerateConfig, prefixes: PrefixCache | None = None
+    ) -> None:
+        name = "prompt" if inputs.sources is None else "target"
+        self.prompts: Prompts = pad_prompts(inputs.rows, model.config, config, model.device, name)
+        self.inputs, self.limit = inputs, int(self.prompts.limit[0])  # limit: maximum of new tokens
+        self.n_source = 0 if inputs.sources is None else len(inputs.sources[0])
+        self.n_read = 0
+        self.logits: Tensor | None = None  # (1, V) after the prompt, once it is read
+        self.likeliest = 0  # argmax of the logits
+        self._model, self._prefixes = model, prefixes
+        self._engine: DecodingEngine | None = None
+        self._keys: Tensor | None = None
+        self._memory: Tensor | None = None
+
+    @property
+    def is_read(self) -> bool:
+        return self.logits is not None
+
+    @property
+    def n_next_tokens(self) -> int:
+        """Tokens of the next part, including those of the source."""
+        return len(self.next_part()) + self.n_source
+
+    def next_part(self) -> list[int]:
+        """The tokens to read next: a part of a prompt, or the whole beginning of a target, which is short."""
+        row = self.prompts.rows[0]
+        return row[self.n_read : self.n_read + PROMPT_PART] if self._prefixes is not None else row[self.n_read :]
+
+    def find_prefix(self) -> Tensor | None:
+        """The keys read so far; before the first part, those of a known prefix. None if there are none."""
+        if self.n_read == 0 and self._prefixes is not None:
+            self._keys = self._prefixes.find(self.prompts.rows[0])
+            self.n_read = 0 if self._keys is None else self._keys.shape[3]
+        return self._keys
+
+    def add_part(self, keys: Tensor, memory: Tensor | None, logits: Tensor, likeliest: int) -> None:
+        """Record the result of a part: all keys so far, those of the source, and next-token logits (1, V)."""
+        self.n_read, self._memory = keys.shape[3], memory
+        if self.n_read < len(self.prompts.rows[0]):
+            self._keys = keys.clone()  # a view would keep the keys of all prompts of the pass
+            return
+        self._keys, self.logits, self.likeliest = keys, logits, likeliest
+        if self._prefixes is not None:
+            self._prefixes.keep(self.prompts.rows[0], keys)
+
+    def read_alone(self) -> None:
+        """Read the next part, after the source if it is the first, with an engine of its own."""
+        if self._engine is None:
+            sources = None if self.inputs.sources is None else pad_sources(self.inputs.sources, self._model)
+            self._engine = plain_engine(self._model, sources)
+            if (prefix := self.find_prefix()) is not None:
+                for layer, (k, v) in zip(self._engine._cache.layers, prefix, strict=True):
+                    layer.update(k[None], v[None])
+        part = self.next_part()
+        logits = self._engine.prefill_part(self.prompts.tokens[:, self.n_read : self.n_read + len(part)])
+        self.n_read += len(part)
+        if self.n_read == len(self.prompts.rows[0]):
+            self.logits, self.likeliest = logits, int(logits.argmax())
+            if self._prefixes is not None:
+                self._prefixes.keep(self.prompts.rows[0], self.keys())
+
+    @property
+    def engine(self) -> DecodingEngine:
+        """The engine of a prompt that was read by ``read_alone``."""
+        if self._engine is None or self.logits is None:
+            raise ValueError("the prompt has not been read yet")
+        return self._engine
+
+    def release(self) -> None:
+        """Drop keys and logits, which the slots have copied."""
+        self._engine = self._keys = self._memory = self.logits = None
+
+    def keys(self) -> Tensor:
+        """The keys and values of the prompt, (layers, 2, G, T, D)."""
+        if self._keys is not None and self._engine is None:
+            return self._keys
+        layers = [layer for layer in self.engine._cache.layers if isinstance(layer, GrowingCache)]
+        return torch.stack([torch.cat(layer.keys_and_values()) for layer in layers])
+
+    def memory(self) -> Tensor:
+        """The keys and values of the source, (layers, 2, G, S, D)."""
+        if self._memory is not None:
+            return self._memory
+        return torch.stack([torch.cat(layer.update()) for layer in self.engine._cache.cross])
+
+
+class PromptReader:
+    """Reads the prompts of one model: its decoder, and its encoder if it has one, as functions of rows."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.in_rows = model, _can_read_rows(model)
+        is_cpu = model.device.type == "cpu"
+        self._min_rows, self._min_prompts = (2, 2) if is_cpu else (_GPU_ROWS, _GPU_PROMPTS)
+        self._max_rows = sys.maxsize if is_cpu else _GPU_ROWS
+        if not self.in_rows:
+            return
+        self._decoder, self._shape = RowDecoder(model), DecoderShape.of(model.config)
+        self._dtype = next(model.parameters()).dtype
+        max_length = max_text_length(model.config, target=not model.is_decoder_only)
+        self._position_table = self._decoder.position_table(max_length, self._dtype)
+        self._encoder = RowEncoder(model) if not model.is_decoder_only and _can_encode_rows(model) else None
+
+    def read(self, readings: Sequence[PromptReading]) -> dict[PromptReading, Exception]:
+        """Read the next part of each; returns the exceptions, by reading."""
+        errors: dict[PromptReading, Exception] = {}
+        for group in self._passes(readings):
+            try:
+                if self.in_rows:
+                    self._read_rows(group)
+                else:
+                    group[0].read_alone()
+            except Exception as error:
+                if len(group) == 1:
+                    errors[group[0]] = error
+                else:  # out of memory or NaN logits, say: some may succeed one by one
+                    for reading in group:
+                        errors |= self.read([reading])
+        return errors
+
+    def _passes(self, readings: Sequence[PromptReading]) -> list[list[PromptReading]]:
+        """Group readings into passes: all together up to the limits of a pass, or one by one without rows."""
+        passes, n_tokens = list[list[PromptReading]](), 0
+        for reading in readings:
+            n_tokens += reading.n_next_tokens
+            is_full = n_tokens > self._max_rows or len(passes[-1]) == _GPU_PROMPTS if passes else True
+            if is_full or not self.in_rows:
+                passes.append([])
+                n_tokens = reading.n_next_tokens
+            passes[-1].append(reading)
+        return passes
+
+    def _read_rows(self, readings: Sequence[PromptReading]) -> None:
+        pasts = [reading.find_prefix() for reading in readings]
+        parts = [reading.next_part() for reading in readings]
+        rows = self._new_rows([len(part) for part in parts])
+        keys = RaggedKeys(self._shape, rows, pasts, self._dtype, causal=True)
+        sources = None if self.model.is_decoder_only else self._read_sources(readings)
+        memory = [] if sources is None else [MemoryKeys(k, v, sources.mask[:, :, :1]) for k, v in sources.data]
+        positions = rows.extend(keys.positions[:, None])[:, 0]
+        states = self._decoder.states(rows.fill(parts), positions, self._position_table, keys, memory)
+        last = torch.nn.functional.pad(rows.last, (0, max(0, self._min_prompts - len(parts))))
+        logits = self._decoder.output(states[last]).float()[: len(parts)]
+        likeliest = check_logits(logits).argmax(-1).tolist()
+        for number, reading in enumerate(readings):
+            source_keys = None if sources is None else sources.of_text(number)
+            reading.add_part(keys.of_text(number), source_keys, logits[number : number + 1], likeliest[number])
+
+    def _read_sources(self, readings: Sequence[PromptReading]) -> RaggedKeys:
+        """The keys and values of the encoder's output in every layer of the decoder."""
+        items = [reading.inputs.sources[0] for reading in readings if reading.inputs.sources is not None]
+        if self._encoder is not None and all(item.dim() == 1 for item in items):
+            rows = self._new_rows([len(item) for item in items])
+            states = self._encoder.states(rows, [item.tolist() for item in items])
+        else:
+            encoded = [_encode(self.model, item) for item in items]
+            rows = self._new_rows([len(x) for x in encoded])
+            states = rows.extend(torch.cat(encoded))
+        sources = RaggedKeys(self._shape, rows, [None] * len(items), self._dtype, causal=False)
+        for number, layer in enumerate(self._decoder.layers):
+            assert layer.cross is not None
+            sources.update(number, layer.cross.memory_keys(states))
+        return sources
+
+    def _new_rows(self, lengths: list[int]) -> RaggedRows:
+        """On a GPU, one shape for all passes; a longer source has a pass of its own, with a multiple of the rows."""
+        n = sum(lengths)
+        n_rows = self._min_rows if n <= self._max_rows else -(-n // self._min_rows) * self._min_rows
+        return RaggedRows(lengths, self.model.device, n_rows)
+
+
+class RowEncoder:
+    """A text encoder as a function of rows."""
+
+    def __init__(self, model: Any) -> None:
+        packed = packed_weights(model)
+        self.table, self.embeddings = model.token, model.embeddings
+        blocks = [RowBlock(block, packed) for block in model.encoder.blocks]
+        self.layers = [blocks[number % len(blocks)] for number in range(model.encoder.n_layers)]
+        self.norm = None if model.encoder.norm is None else row_norm(model.encoder.norm)
+        attention = blocks[0].attention.module
+        self._shape = DecoderShape(1, attention.n_heads, attention.n_kv_heads, attention.d_head)
+        self._dtype = next(model.parameters()).dtype
+
+    def states(self, rows: RaggedRows, sources: Sequence[Sequence[int]]) -> Tensor:
+        """The states (R, M) of all tokens of the sources."""
+        keys = RaggedKeys(self._shape, rows, [None] * len(sources), self._dtype, causal=False)
+        positions = rows.extend(rows.index[:, None])[:, 0]
+        x: Tensor = self.embeddings(self.table(rows.fill(sources)[None]), positions[None])[0]
+        for layer in self.layers:
+            x = layer(x, 0, keys, positions, [])
+        return x if self.norm is None else self.norm(x)
+
+
+def _encode(model: Model, source: Tensor) -> Tensor:
+    """The encoder's output (S, M) of one source, without padding."""
+    sources = pad_sources([source], model)
+    states = model.encode(sources.values, padding_mask=sources.padding_mask).states[0]
+    return states if sources.padding_mask is None else states[join_padding(sources.padding_mask).bool()[0]]
+
+
+def _can_read_rows(model: Model) -> bool:
+    """Whether the decoder can be computed in rows; a CPU also needs packed products, which keep rows independent."""
+    with torch.no_grad():
+        if row_obstacle(model) is not None:
+            return False
+    return can_capture(model) if model.device.type != "cpu" else packed_weights(model) is not None
+
+
+def _can_encode_rows(model: Any) -> bool:
+    """Whether the encoder can be computed in rows: plain attention over text, nothing between it and the decoder."""
+    config, stack = model.config, model.encoder
+    if config.source != "text" or config.positions_skip_padding or model.resampler is not None:
+        return False
+    if type(model.embeddings) is not Embeddings or model.embeddings.projection is not None:
+        return False
+    if stack.position_bias is not None or row_block_obstacle(stack) is not None:
+        return False
+    return all(attention_obstacle(block.attention) is None for block in stack.blocks)

@@ -1,0 +1,328 @@
+"""Continuous batching: each text has a slot of one batch and joins or leaves between two steps.
+
+slots = open_slots(model, size, max_slots)           ``size`` rows per slot: 1, or the beams of a search
+slot = slots.join(reading)                           for a prompt that has been read (``prompt_reading``)
+logits = slots.decode(tokens)                        one token for every row of every taken slot
+slots.select(slot, parents)                          reorder the beams of one slot
+slots.leave(slot)
+
+A text's numbers do not depend on its neighbours. On a CPU, the packed products of oneDNN and the int8 products compute
+a row with the same bits in any batch of two rows or more, and attention does if the number of keys is a multiple of 32;
+so there are always at least two rows, and keys are padded. On a GPU, the captured step has one shape, however many
+slots are taken. Models whose step can be computed in neither way decode each slot separately.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models import Model
+from ..models.base_model import DecoderShape
+from ..models.components import window_of
+from .cached_engine import DecodingEngine
+from .cpu_engine import MemoryKeys, RowDecoder, row_step_obstacle
+from .cuda_graph import GraphDecoder, GraphShape, can_capture
+from .prompt_reading import PromptReading
+from .prompts import max_text_length
+from .ragged_rows import COLUMN_MULTIPLE, padded_width
+
+_COMPACT_STEPS = 16  # steps after which keys that no beam uses are dropped
+
+
+@dataclass(eq=False)
+class Slot:
+    """The place of one text in a batch: ``size`` rows from index · size on. It may move when another slot leaves."""
+
+    index: int
+    owner: Any = None
+    next_tokens: list[int] = field(default_factory=list)  # the next input token of each row
+
+
+class SeparateSlots:
+    """Slots that are decoded one by one, each by an engine of its own; works for every model."""
+
+    def __init__(self, model: Model, size: int, max_slots: int) -> None:
+        self.model, self.size, self.max_slots = model, size, max_slots
+        self.taken: list[Slot] = []  # in the order of the rows of ``decode``
+        self._engines: dict[Slot, DecodingEngine] = {}
+
+    def join(self, reading: PromptReading) -> Slot:
+        """Take a slot for the text that follows a prompt."""
+        slot = Slot(len(self.taken))
+        self._write(slot, reading)  # if this raises, no slot is taken
+        self.taken.append(slot)
+        return slot
+
+    def leave(self, slot: Slot) -> None:
+        """Free a slot; the last one takes its place."""
+        last = self.taken.pop()
+        if last is not slot:
+            self._move(last, slot.index)
+            last.index = slot.index
+            self.taken[slot.index] = last
+        self._clear(slot, last)
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        """Run one token per row (R,), in the order of ``taken``; next-token logits (R, V)."""
+        parts = zip(self.taken, tokens.split(self.size), strict=True)
+        return torch.cat([self._engines[slot].decode_one_token(slot_tokens) for slot, slot_tokens in parts])
+
+    def select(self, slot: Slot, parents: Tensor) -> None:
+        """Row r of a slot continues its row parents[r]."""
+        self._engines[slot].select(parents)
+
+    def select_all(self, slots: list[Slot], parents: Tensor) -> None:
+        """``select`` for several slots, parents (n, size)."""
+        for slot, slot_parents in zip(slots, parents, strict=True):
+            self.select(slot, slot_parents)
+
+    def _write(self, slot: Slot, reading: PromptReading) -> None:
+        engine = copy(reading.engine)  # a copy, as several texts may follow one prompt
+        engine._cache = deepcopy(engine._cache)
+        if self.size > 1:
+            engine.select(torch.zeros(self.size, dtype=torch.int64, device=self.model.device))
+        self._engines[slot] = engine
+
+    def _move(self, slot: Slot, index: int) -> None:
+        """Move the rows of ``slot`` to slot number ``index``."""
+
+    def _clear(self, slot: Slot, last: Slot) -> None:
+        del self._engines[slot]
+
+
+class SlotColumns:
+    """Keys and values of all slots in one tensor (layers, 2, slots, G, columns, D), and which columns each row sees."""
+
+    def __init__(self, shape: DecoderShape, n_slots: int, size: int, dtype: torch.dtype) -> None:
+        n_columns = 2 * COLUMN_MULTIPLE
+        self.data = torch.zeros(shape.n_layers, 2, n_slots, shape.n_kv_heads, n_columns, shape.d_head, dtype=dtype)
+        self.visible = torch.full((n_slots, size, n_columns), -math.inf, dtype=dtype)  # added to scores: 0 or -inf
+        self.visible[..., 0] = 0.0  # rows of free slots see one column, or they would be NaN
+        self.ends = [0] * n_slots  # columns written
+
+    def write(self, slot: int, keys: Tensor) -> None:
+        """Start a slot with these keys and values (layers, 2, G, T, D), visible to all its rows."""
+        n = keys.shape[3]
+        self.reserve(n)
+        self.data[:, :, slot, :, :n] = keys
+        self.visible[slot, :, :n] = 0.0
+        self.visible[slot, :, n:] = -math.inf
+        self.ends[slot] = n
+
+    def move(self, slot: int, to: int) -> None:
+        end = self.ends[slot]
+        self.data[:, :, to, :, :end] = self.data[:, :, slot, :, :end]
+        self.visible[to], self.ends[to] = self.visible[slot], end
+
+    def clear(self, slot: int) -> None:
+        self.visible[slot], self.ends[slot] = -math.inf, 0
+        self.visible[slot, :, 0] = 0.0
+
+    def compact(self, slot: int) -> None:
+        """Drop the columns that no row sees."""
+        end = self.ends[slot]
+        used = (self.visible[slot, :, :end] == 0).any(0).nonzero()[:, 0]
+        self.data[:, :, slot, :, : len(used)] = self.data[:, :, slot].index_select(3, used)
+        self.visible[slot, :, : len(used)] = self.visible[slot].index_select(1, used)
+        self.visible[slot, :, len(used) :] = -math.inf
+        self.ends[slot] = len(used)
+
+    def reserve(self, n_columns: int) -> None:
+        """Grow to at least ``n_columns`` columns."""
+        old = self.data.shape[4]
+        if n_columns <= old:
+            return
+        new = max(2 * old, padded_width(n_columns))
+        self.data = torch.cat([self.data, self.data.new_zeros(*self.data.shape[:4], new - old, self.data.shape[5])], 4)
+        hidden = self.visible.new_full((*self.visible.shape[:2], new - old), -math.inf)
+        self.visible = torch.cat([self.visible, hidden], 2)
+
+    def width(self, n_columns: int) -> int:
+        """``n_columns`` padded to a width that attention computes with the same bits."""
+        return min(padded_width(n_columns), self.data.shape[4])
+
+
+class CpuSlots(SeparateSlots):
+    """The slots of a batch on a CPU, decoded together by ``RowDecoder``, for which it implements ``RowKeys``."""
+
+    mask: Tensor | None
+    ragged = None
+
+    def __init__(self, model: Model, size: int, max_slots: int) -> None:
+        super().__init__(model, size, max_slots)
+        shape, dtype = DecoderShape.of(model.config), next(model.parameters()).dtype
+        n_slots = max(2, max_slots)  # a single row would be computed with other bits
+        self.decoder = RowDecoder(model)
+        self.keys = SlotColumns(shape, n_slots, size, dtype)
+        self.sources = None if model.is_decoder_only else SlotColumns(shape, n_slots, 1, dtype)
+        max_length = max_text_length(model.config, target=not model.is_decoder_only)
+        self.position_table = self.decoder.position_table(max_length, dtype)
+        self._positions, self._n_steps = [0] * n_slots, [0] * n_slots
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        n, size = len(self.taken), self.size
+        n_padded = 2 if n * size == 1 else n
+        if n_padded > n:
+            tokens = torch.cat([tokens, tokens])
+        memory = self._begin_step(n_padded)
+        positions = torch.tensor(self._positions[:n_padded]).repeat_interleave(size)
+        logits = self.decoder.logits(tokens, positions, self.position_table, self, memory)
+        for index in range(n):
+            self.keys.ends[index] += size
+            self._positions[index] += 1
+            self._n_steps[index] += 1
+            if size > 1 and self._n_steps[index] % _COMPACT_STEPS == 0:
+                self.keys.compact(index)
+        return logits[: n * size]
+
+    def _begin_step(self, n: int) -> list[MemoryKeys]:
+        """Reserve one column per row; returns the keys and values of the sources."""
+        keys, size = self.keys, self.size
+        keys.reserve(max(keys.ends[:n]) + size)
+        columns = torch.tensor(keys.ends[:n])[:, None] + torch.arange(size)  # (n, size)
+        keys.visible[:n].scatter_(2, columns[..., None], 0.0)
+        width = keys.width(max(keys.ends[:n]) + size)
+        n_kv_heads, d_head = keys.data.shape[3], keys.data.shape[5]
+        self._columns = columns[None, :, None, :, None].expand(2, n, n_kv_heads, size, d_head)
+        self._layers = keys.data[:, :, :n, :, :width]
+        self.mask = keys.visible[:n, None, :, :width]
+        if (sources := self.sources) is None:
+            return []
+        width = sources.width(max(sources.ends[:n]))
+        mask = sources.visible[:n, None, :, :width]
+        return [MemoryKeys(k, v, mask) for k, v in sources.data[:, :, :n, :, :width]]
+
+    def update(self, layer: int, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a step's keys and values (n, 2G, size, D); returns all k and v of the layer, (n, G, columns, D)."""
+        buffer = self._layers[layer]
+        buffer.scatter_(3, self._columns, new.unflatten(1, (2, -1)).transpose(0, 1))
+        k, v = buffer.unbind()
+        return k, v
+
+    def select(self, slot: Slot, parents: Tensor) -> None:
+        self.select_all([slot], parents[None])
+
+    def select_all(self, slots: list[Slot], parents: Tensor) -> None:
+        index, visible = torch.tensor([slot.index for slot in slots]), self.keys.visible
+        past = visible[index]  # (n, size, columns)
+        visible[index] = past.gather(1, parents[..., None].expand_as(past))
+
+    def _write(self, slot: Slot, reading: PromptReading) -> None:
+        self.keys.write(slot.index, reading.keys())
+        if self.sources is not None:
+            self.sources.write(slot.index, reading.memory())
+        self._positions[slot.index], self._n_steps[slot.index] = len(reading.prompts.rows[0]), 0
+
+    def _move(self, slot: Slot, index: int) -> None:
+        for columns in (self.keys, self.sources):
+            if columns is not None:
+                columns.move(slot.index, index)
+        for numbers in (self._positions, self._n_steps):
+            numbers[index] = numbers[slot.index]
+
+    def _clear(self, slot: Slot, last: Slot) -> None:
+        index = len(self.taken)  # the slot that is free now
+        self._positions[index] = 0
+        for columns in (self.keys, self.sources):
+            if columns is not None:
+                columns.clear(index)
+
+
+class GraphSlots(SeparateSlots):
+    """The slots of a batch, decoded by a captured step whose shape does not depend on which are taken; none moves."""
+
+    def __init__(self, model: Model, size: int, max_slots: int) -> None:
+        super().__init__(model, size, max_slots)
+        self._decoder = GraphDecoder(model, slot_shape(model, size, max_slots))
+        self._step = self._decoder.logit_step()
+        state, keys = self._decoder.state, self._decoder.keys
+        self._decoder.begin(state.lengths[:0], state.last[:0])
+        keys.begin(state.lengths, model.decoder.position_bias)
+        self._free = list(range(max_slots))[::-1]
+        self._rows = state.lengths[:0]  # rows of the taken slots, in their order
+
+    def join(self, reading: PromptReading) -> Slot:
+        slot = Slot(self._free[-1])
+        self._write(slot, reading)  # if this raises, no slot is taken
+        self.taken.append(slot)
+        self._free.pop()
+        self._list_rows()
+        return slot
+
+    def leave(self, slot: Slot) -> None:
+        self.taken.remove(slot)
+        self._free.append(slot.index)
+        state = self._decoder.state
+        for x in (state.lengths, state.last):
+            x[self._rows_of(slot)] = 0
+        self._list_rows()
+
+    def decode(self, tokens: Tensor) -> Tensor:
+        self._decoder.state.tokens[self._rows] = tokens
+        logits = self._step()
+        assert logits is not None
+        return logits[self._rows].float()
+
+    def select(self, slot: Slot, parents: Tensor) -> None:
+        self.select_all([slot], parents[None])
+
+    def select_all(self, slots: list[Slot], parents: Tensor) -> None:
+        keys = self._decoder.keys
+        if keys.origin is None:
+            return
+        first = torch.tensor([slot.index * self.size for slot in slots], device=parents.device)[:, None]
+        rows = (first + torch.arange(self.size, device=parents.device)).flatten()
+        past = torch.arange(keys.max_len, device=parents.device) < self._decoder.state.lengths[rows, None]
+        keys.origin[rows] = torch.where(past, keys.origin[(first + parents).flatten()], keys.row[rows, None])
+
+    def _write(self, slot: Slot, reading: PromptReading) -> None:
+        state, keys, rows, first = self._decoder.state, self._decoder.keys, self._rows_of(slot), slot.index * self.size
+        n = len(reading.prompts.rows[0])
+        for buffers, new in zip(keys.layers, reading.keys(), strict=True):
+            for x, y in zip(buffers, new, strict=True):
+                x[rows].zero_()  # a leftover infinity times weight 0 would be NaN
+                x[first, :, :n] = y
+        if keys.memory:
+            memory = reading.memory()  # (layers, 2, G, S, D)
+            n_source = memory.shape[3]
+            for buffers, new in zip(keys.memory, memory, strict=True):
+                for x, y in zip(buffers, new, strict=True):
+                    x[slot.index, :, :n_source] = y
+            keys.source_lengths[slot.index] = n_source
+        if keys.origin is not None:
+            past = torch.arange(keys.max_len, device=keys.row.device) < n
+            keys.origin[rows] = torch.where(past, first, keys.row[rows, None])
+        state.lengths[rows], state.last[rows] = n, n + reading.limit - 1
+
+    def _rows_of(self, slot: Slot) -> slice:
+        return slice(slot.index * self.size, (slot.index + 1) * self.size)
+
+    def _list_rows(self) -> None:
+        starts = torch.tensor([slot.index * self.size for slot in self.taken], dtype=torch.int64)
+        self._rows = (starts[:, None] + torch.arange(self.size)).flatten().to(self._decoder.device)
+
+
+def slot_shape(model: Model, size: int, max_slots: int) -> GraphShape:
+    """The shape of a step for texts and sources of any length that the model supports."""
+    config = model.config
+    n_source = 0
+    if not model.is_decoder_only:
+        n_source = (config.image_size // config.patch_size) ** 2 + 1 if config.source == "image" else config.max_len
+    return GraphShape(max_slots, size, max_text_length(config, target=not model.is_decoder_only), n_source)
+
+
+def open_slots(model: Model, size: int, max_slots: int) -> SeparateSlots:
+    """The fastest slots that a model supports."""
+    if row_step_obstacle(model) is None:
+        return CpuSlots(model, size, max_slots)
+    if can_capture(model):
+        windows = [window_of(model.config, layer) for layer in range(model.decoder.n_layers)]
+        if all(window is None for window in windows):  # a captured step attends to all keys
+            return GraphSlots(model, size, max_slots)
+    return SeparateSlots(model, size, max_slots)

@@ -1,0 +1,210 @@
+"""QK and OV circuits of heads, computed from the weights, and the composition of heads.
+
+A score is x_i QK x_jᵀ with QK = W_q W_kᵀ; a head moves x_j OV from token j to token i, with OV = W_v W_o. Both are
+(M, M) matrices of rank D, kept as their factors (Elhage et al. 2021). The gain of the norm before the attention and
+LayerNorm's subtraction of the mean are folded into W_q, W_k and W_v; the norm's scale depends on the text and is left
+out.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..attention import MultiHeadAttention
+from ..layers import Embeddings, LayerNorm, RMSNorm
+from ..models import Model
+from ..models.components import TokenHead
+from .capture import attention_site, attention_sites, resolve_kind, stacks
+from .notebook import table_html
+from .why import rotation_matrix
+
+Reader = Literal["q", "k", "v"]
+
+
+class FactoredMatrix:
+    """left · right, (M, D) and (D, N): a matrix of rank at most D, which only ``dense()`` materialises."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0]:
+            raise ValueError(f"factors of shape {tuple(left.shape)} and {tuple(right.shape)} cannot be multiplied")
+        self.left, self.right = left, right
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.left.shape[0], self.right.shape[1]
+
+    @property
+    def T(self) -> FactoredMatrix:  # noqa: N802 — named like Tensor.T
+        return FactoredMatrix(self.right.T, self.left.T)
+
+    def dense(self) -> Tensor:
+        """The matrix itself (M, N)."""
+        return self.left @ self.right
+
+    def __matmul__(self, other: FactoredMatrix | Tensor) -> FactoredMatrix:
+        if isinstance(other, FactoredMatrix):
+            return FactoredMatrix(self.left, (self.right @ other.left) @ other.right)
+        return FactoredMatrix(self.left, self.right @ other)
+
+    @cached_property
+    def svd(self) -> tuple[Tensor, Tensor, Tensor]:
+        """U (M, D), the singular values (D,) and V (N, D): left · right = U diag(S) Vᵀ. Costs O((M + N) D²)."""
+        q_left, r_left = torch.linalg.qr(self.left)
+        q_right, r_right = torch.linalg.qr(self.right.T)
+        u, s, vh = torch.linalg.svd(r_left @ r_right.T)
+        return q_left @ u, s, q_right @ vh.T
+
+    @property
+    def norm(self) -> float:
+        """The Frobenius norm."""
+        return float(self.svd[1].square().sum().sqrt())
+
+    def eigenvalues(self) -> Tensor:
+        """The nonzero eigenvalues of a square matrix, complex (D,): those of right · left."""
+        return torch.linalg.eigvals(self.right @ self.left)
+
+    def _repr_html_(self) -> str:
+        rows = [(n, value) for n, value in enumerate(self.svd[1][:16].tolist())]
+        return table_html(("direction", "singular value"), rows, f"{self.shape[0]} × {self.shape[1]}")
+
+    def __repr__(self) -> str:
+        values = ", ".join(f"{x:.3g}" for x in self.svd[1][:4].tolist())
+        return (
+            f"FactoredMatrix({self.shape[0]} × {self.shape[1]}, rank {self.left.shape[1]}; singular values {values} …)"
+        )
+
+
+@torch.no_grad()
+def qk_circuit(model: Model, layer: int, head: int, kind: str | None = None, *, distance: int = 0) -> FactoredMatrix:
+    """QK of a head: the score of x_i and x_j is x_i QK x_jᵀ, before the mechanism's scale and biases.
+
+    distance  with RoPE, QK depends on the distance from the key to the query
+    """
+    module, g = _module(model, kind, layer, head)
+    q, k = (_read_weights(model, resolve_kind(model, kind), layer, side) for side in ("q", "k"))
+    left = q[head].T
+    if module.rope is not None and distance:
+        left = left @ rotation_matrix(module.rope, module.d_head, distance, distance + 1).to(left).T
+    return FactoredMatrix(left, k[g])
+
+
+@torch.no_grad()
+def ov_circuit(model: Model, layer: int, head: int, kind: str | None = None) -> FactoredMatrix:
+    """OV of a head: it adds a_ij · x_j OV to the residual stream of token i, without biases and output norm."""
+    _, g = _module(model, kind, layer, head)
+    kind = resolve_kind(model, kind)
+    return FactoredMatrix(_read_weights(model, kind, layer, "v")[g].T, _write_weights(model, kind, layer)[head])
+
+
+@torch.no_grad()
+def composition_scores(model: Model, reader: Reader, kind: str | None = None) -> Tensor:
+    """How much each head reads of the output of earlier heads: [layer, head of the writer; layer, head of the reader].
+
+        ‖OV₁ · X‖ / (‖OV₁‖ ‖X‖)    X = QK₂ for reader="q", QK₂ᵀ for "k", OV₂ for "v"   (L, H, L, H)
+
+    (Frobenius norms; Elhage et al. 2021). 0 if the reader is not in a later layer. Two random matrices score about
+    √(D / M).
+    """
+    kind = resolve_kind(model, kind)
+    if kind == "cross":
+        raise ValueError("kind='cross' reads from another residual stream; heads compose within one")
+    if reader not in ("q", "k", "v"):
+        raise ValueError(f"reader={reader!r} is not one of q, k, v")
+    layers = range(len(attention_sites(model)[kind]))
+    sides = {side: [_read_weights(model, kind, n, side) for n in layers] for side in ("q", "k", "v")}
+    sides["o"] = [_write_weights(model, kind, n).transpose(1, 2) for n in layers]  # (H, M, D)
+    n_heads = len(sides["q"][0])
+    shared = {side: [w.repeat_interleave(n_heads // len(w), 0) for w in by_layer] for side, by_layer in sides.items()}
+    near, far = {"q": ("q", "k"), "k": ("k", "q"), "v": ("v", "o")}[reader]
+    scores = torch.zeros(len(layers), n_heads, len(layers), n_heads)
+    for first in layers:
+        v, o = _triangles(shared["v"][first].transpose(1, 2)), shared["o"][first]  # (H, D, D), (H, M, D)
+        written = torch.linalg.matrix_norm(v @ o.transpose(1, 2))
+        for second in range(first + 1, len(layers)):
+            x, y = shared[near][second], shared[far][second]  # (H, D, M); o is (H, M, D)
+            y = _triangles(y if far == "o" else y.transpose(1, 2))
+            read = torch.linalg.matrix_norm(y @ x)
+            middle = torch.einsum("amd,bem->abde", o, x)  # the writer's output as read by the reader
+            product = torch.einsum("acd,abde,bfe->abcf", v, middle, y)
+            scores[first, :, second] = (torch.linalg.matrix_norm(product) / (written[:, None] * read)).float().cpu()
+    return scores
+
+
+def _triangles(x: Tensor) -> Tensor:
+    """The R factors (…, D, D) of matrices (…, M, D), with the same norms, also in products."""
+    return torch.linalg.qr(x, mode="r").R
+
+
+@torch.no_grad()
+def copying_scores(model: Any) -> Tensor:
+    """Whether heads copy tokens, (L, H): Σ λ / Σ |λ| over the eigenvalues of W_E · OV · W_U (Elhage et al. 2021).
+
+    1: a head raises the logits of the tokens it attends to; −1: it lowers them.
+    """
+    kinds = attention_sites(model)
+    kind = resolve_kind(model, None)
+    head = model.head
+    is_plain = isinstance(head, TokenHead) and head.transform is None and not model.is_encoder_decoder
+    embed = model.embeddings if is_plain else None
+    if not isinstance(embed, Embeddings) or embed.projection is not None:
+        raise ValueError("copying scores need a model that reads and predicts tokens of one vocabulary")
+    stack = stacks(model)["encoder" if model.is_encoder_only else "decoder"]
+    table = (model.output_table if head.weight is None else head.weight).double()
+    product = fold_norm(stack.norm, table).T @ model.token.weight.double()  # (M, M): Σ_t u_t e_tᵀ
+    scores = []
+    for layer in range(len(kinds[kind])):
+        read, write = _read_weights(model, kind, layer, "v"), _write_weights(model, kind, layer)
+        read = read.repeat_interleave(len(write) // len(read), 0)
+        values = torch.linalg.eigvals(write.double() @ product @ read.double().transpose(1, 2))  # (H, D)
+        scores.append(values.real.sum(-1) / values.abs().sum(-1).clamp(min=1e-30))
+    return torch.stack(scores).float().cpu()
+
+
+def _module(model: Model, kind: str | None, layer: int, head: int) -> tuple[MultiHeadAttention, int]:
+    """A multi-head attention, and the index of the key head that one of its heads uses."""
+    module = attention_site(model, resolve_kind(model, kind), layer, head).owner
+    if not isinstance(module, MultiHeadAttention):
+        raise ValueError(f"{type(module).__name__} has no weights of single heads")
+    return module, head * module.n_kv_heads // module.n_heads
+
+
+def _read_weights(model: Any, kind: str, layer: int, side: str) -> Tensor:
+    """W_q, W_k or W_v of each head with the norm's gain folded in, at least fp32: (H or G, D, M)."""
+    module, _ = _module(model, kind, layer, 0)
+    weight = _at_least_fp32({"q": module.w_q, "k": module.w_k, "v": module.w_v}[side])
+    stack: Any = stacks(model)["encoder" if kind == "encoder" else "decoder"]
+    norms = stack.blocks[layer % len(stack.blocks)].residuals()
+    norm = norms.cross.before if kind == "cross" else norms.attention.before
+    if kind == "cross" and side != "q":  # keys and values come from the encoder's last states
+        norm = stacks(model)["encoder"].norm
+    return fold_norm(norm, weight).unflatten(0, (-1, module.d_head))
+
+
+def _write_weights(model: Model, kind: str, layer: int) -> Tensor:
+    """W_o of each head, at least fp32: (H, D, M)."""
+    module, _ = _module(model, kind, layer, 0)
+    return _at_least_fp32(module.head_outputs()).permute(1, 2, 0)
+
+
+def _at_least_fp32(weight: Tensor) -> Tensor:
+    """QR and SVD do not support half precision."""
+    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def fold_norm(norm: Any, weight: Tensor) -> Tensor:
+    """A weight (…, M) that reads a norm's output as one that reads its input, without the norm's scale."""
+    if isinstance(norm, LayerNorm):
+        scaled = weight * norm.weight.detach().to(weight)
+        return scaled - scaled.mean(-1, keepdim=True)
+    return weight * (norm.weight.detach().to(weight) + norm.offset) if isinstance(norm, RMSNorm) else weight
+
+
+def norm_scale(norm: Any, states: Tensor) -> Tensor:
+    """The factor 1 / σ of each state that ``fold_norm`` leaves out, (T, M) → (T,)."""
+    if isinstance(norm, LayerNorm):
+        return (states.var(-1, unbiased=False) + norm.eps).rsqrt()
+    return (states.square().mean(-1) + norm.eps).rsqrt() if isinstance(norm, RMSNorm) else states.new_ones(len(states))

@@ -1,0 +1,150 @@
+"""Responses in the format of OpenAI's API, whole and as chunks of a stream.
+
+https://platform.openai.com/docs/api-reference
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from .api_models import ApiModel
+from .choices import TextChoice, Writing
+from .request_bodies import ChatBody, CompletionBody, OpenAIBody
+
+
+class OpenAIDocument:
+    """The response to a completion or chat request."""
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, model: ApiModel, body: OpenAIBody, writing: Writing) -> None:
+        self.model, self.body, self.writing = model, body, writing
+        self.extras: dict[int, dict[str, Any]] = {}  # additional fields of each choice, by its index
+        self._n_logged: dict[int, int] = {}  # number of tokens of each choice whose log P was sent
+        self._n_letters: dict[int, int] = {}  # number of characters in those tokens
+
+    def frame(self, kind: str | None = None) -> dict[str, Any]:
+        return {
+            "id": f"{self.prefix}-{self.writing.id}",
+            "object": kind or self.chunk_kind,
+            "created": self.writing.created,
+            "model": self.model.id,
+        }
+
+    def whole(self, choices: list[TextChoice]) -> dict[str, Any]:
+        entries = [self.entry(choice) | self.extras.get(choice.index, {}) for choice in choices]
+        return self.frame(self.kind) | {"choices": entries, "usage": self.writing.usage}
+
+    def beginning(self) -> list[dict[str, Any]]:
+        return []
+
+    def piece(self, choice: TextChoice, piece: str) -> dict[str, Any] | None:
+        """The chunk for a new piece of text; None if there is nothing to send yet."""
+        if not piece and choice.finish_reason is None:
+            return None
+        start = self._n_logged.get(choice.index, 0)
+        self._n_logged[choice.index] = len(choice.tokens)
+        return self.frame() | {"choices": [self.delta(choice, piece, start)]}
+
+    def attention_chunk(self, choice: TextChoice) -> dict[str, Any]:
+        return self.frame() | {"choices": [self.delta(choice, "", len(choice.tokens)) | self.extras[choice.index]]}
+
+    def entry(self, choice: TextChoice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def delta(self, choice: TextChoice, piece: str, start: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def token_text(self, token: int) -> str:
+        """The text of a token; a part of a character is written as OpenAI does, ``bytes:\\xec``."""
+        tokenizer = self.model.codec.target
+        if (spelled := tokenizer.token_bytes(token)) is None:
+            return tokenizer.token(token) or f"<{token}>"
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+class CompletionDocument(OpenAIDocument):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def entry(self, choice: TextChoice) -> dict[str, Any]:
+        return self.delta(choice, self._echo(choice) + choice.text, 0)
+
+    def delta(self, choice: TextChoice, piece: str, start: int) -> dict[str, Any]:
+        logs = self._log_probs(choice, start) if self._logs else None
+        return {"index": choice.index, "text": piece, "logprobs": logs, "finish_reason": choice.finish_reason}
+
+    def beginning(self) -> list[dict[str, Any]]:
+        choices = [choice for choice in self.writing.choices if self._echo(choice)]
+        entry = {"logprobs": None, "finish_reason": None}
+        return [
+            self.frame() | {"choices": [{"index": choice.index, "text": self._echo(choice), **entry}]}
+            for choice in choices
+        ]
+
+    @property
+    def _logs(self) -> bool:
+        assert isinstance(self.body, CompletionBody)
+        return self.body.logprobs is not None
+
+    def _echo(self, choice: TextChoice) -> str:
+        assert isinstance(self.body, CompletionBody)
+        return self.model.codec.decode(choice.inputs.rows[0]) if self.body.echo else ""
+
+    def _log_probs(self, choice: TextChoice, start: int) -> dict[str, Any]:
+        """log P of the tokens from ``start`` on; a stream sends each of them once."""
+        texts = [self.token_text(token) for token in choice.tokens[start:]]
+        *offsets, end = accumulate(map(len, texts), initial=self._n_letters.get(choice.index, 0))
+        self._n_letters[choice.index] = end
+        return {
+            "tokens": texts,
+            "token_logprobs": choice.log_probs[start:],
+            "top_logprobs": [{self.token_text(token): value for token, value in top} for top in choice.tops[start:]],
+            "text_offset": offsets,
+        }
+
+
+class ChatDocument(OpenAIDocument):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def entry(self, choice: TextChoice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._log_probs(choice, 0),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def beginning(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        entry = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self.frame() | {"choices": [{"index": choice.index, **entry}]} for choice in self.writing.choices]
+
+    def delta(self, choice: TextChoice, piece: str, start: int) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "delta": {"content": piece} if piece else {},
+            "logprobs": self._log_probs(choice, start),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _log_probs(self, choice: TextChoice, start: int) -> dict[str, Any] | None:
+        assert isinstance(self.body, ChatBody)
+        if not self.body.logprobs:
+            return None
+
+        def token_entry(token: int, value: float) -> dict[str, Any]:
+            text = self.token_text(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+        rows = zip(choice.tokens[start:], choice.log_probs[start:], choice.tops[start:], strict=True)
+        content = [
+            token_entry(token, value) | {"top_logprobs": [token_entry(*one) for one in top]}
+            for token, value, top in rows
+        ]
+        return {"content": content, "refusal": None}

@@ -1,0 +1,364 @@
+"""The routes of ``/v1``: completions, chat completions, embeddings and models as in OpenAI's API, and our own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from torch import Tensor
+
+from ..foundation.jsonio import to_jsonable
+from ..generation.prompts import ModelInputs
+from ..web.requests import Limits
+from ..web.served_models import decode_image
+from .api_errors import ApiError, error_document
+from .api_models import ApiModel, attention_document
+from .choices import TextChoice, Writing
+from .openai_documents import ChatDocument, CompletionDocument, OpenAIDocument
+from .request_bodies import (
+    ApiErrorBody,
+    CaptionBody,
+    ChatBody,
+    ClassifyBody,
+    CompletionBody,
+    EmbeddingBody,
+    OpenAIBody,
+    SearchBody,
+    TranslateBody,
+)
+
+_DEFAULT_TOKENS = 16  # OpenAI's default max_tokens of a completion
+_DEFAULT_BEAMS = 4  # for translations and captions, as in Vaswani et al. 2017
+_CLASSIFY_BATCH = 8  # inputs classified between two decode steps, during which all running texts wait
+
+
+@dataclass(eq=False)
+class ServingState:
+    """The models of one server by name."""
+
+    models: dict[str, ApiModel]
+    limits: Limits = field(default_factory=Limits)
+
+    def find(self, name: str) -> ApiModel:
+        if name not in self.models:
+            message = f"model {name[:100]!r} is not served here; available: {', '.join(self.models)}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return self.models[name]
+
+
+def _state(request: Request) -> ServingState:
+    state: ServingState = request.app.state.serving
+    return state
+
+
+State = Annotated[ServingState, Depends(_state)]
+router = APIRouter(prefix="/v1", responses={"4XX": {"model": ApiErrorBody}})
+
+
+@router.get("/models")
+async def models(state: State) -> dict[str, Any]:
+    """List the served models."""
+    return {"object": "list", "data": [model.card() for model in state.models.values()]}
+
+
+@router.get("/models/{name}")
+async def model_card(state: State, name: Annotated[str, Path(max_length=300)]) -> dict[str, Any]:
+    return state.find(name).card()
+
+
+@router.post("/completions")
+async def completions(state: State, body: CompletionBody) -> Response:
+    """Continue a prompt, or generate from it with an encoder-decoder model."""
+    model = _writer(state, body.model)
+    best_of = body.best_of or body.n
+    if best_of < body.n:
+        raise ApiError(400, f"best_of={best_of} must be at least n={body.n}", "best_of")
+    if best_of > body.n and (body.stream or body.beams):
+        raise ApiError(400, "best_of > n cannot be combined with stream or beams", "best_of")
+    n_top = body.logprobs if body.logprobs is not None else (0 if best_of > body.n else None)
+
+    def prepare() -> Writing:
+        prompts = [body.prompt] if _is_one(body.prompt) else body.prompt
+        return _new_writing(model, body, prompts, _DEFAULT_TOKENS, n_top, best_of)
+
+    writing = await asyncio.to_thread(prepare)
+    document = CompletionDocument(model, body, writing)
+    if body.stream:
+        return await _stream(writing, body, document)
+    choices = await writing.finish()
+    if best_of > body.n:
+        choices = _best_of(choices, best_of, body.n)
+    await _add_attention(model, choices, body, document.extras)
+    return await _respond(document.whole(choices), is_large=body.attention is not None)
+
+
+@router.post("/chat/completions")
+async def chat_completions(state: State, body: ChatBody) -> Response:
+    """Answer messages, which the model's own chat template writes as a prompt."""
+    model = _writer(state, body.model)
+    processor = model.model.processor
+    if processor is None or processor.chat_template is None:
+        hint = "use /v1/completions, or serve a directory with a chat_template.jinja"
+        raise ApiError(400, f"model {model.id!r} has no chat template: {hint}", "model", "no_chat_template")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    n_top = (body.top_logprobs or 0) if body.logprobs else None
+    body = body.model_copy(update={"max_tokens": body.max_completion_tokens or body.max_tokens})
+
+    def prepare() -> Writing:
+        messages = [message.to_dict() for message in body.messages]
+        return _new_writing(model, body, messages, None, n_top, body.n)
+
+    writing = await asyncio.to_thread(prepare)
+    document = ChatDocument(model, body, writing)
+    if body.stream:
+        return await _stream(writing, body, document)
+    choices = await writing.finish()
+    await _add_attention(model, choices, body, document.extras)
+    return await _respond(document.whole(choices), is_large=body.attention is not None)
+
+
+@router.post("/translate")
+async def translate(state: State, body: TranslateBody) -> Response:
+    """Translate texts, by default with beam search."""
+    model = _writer(state, body.model)
+    if model.task != "translate":
+        raise ApiError(400, f"model {model.id!r} does not translate: its task is {model.task}", "model")
+    texts = [body.text] if isinstance(body.text, str) else body.text
+
+    def prepare() -> Writing:
+        return _new_search(model, body, lambda fields: _read_sources(model, body, texts, fields))
+
+    writing = await asyncio.to_thread(prepare)
+    return await _respond_to_search(model, body, writing, "translation", "translations", len(texts))
+
+
+@router.post("/caption")
+async def caption(state: State, body: CaptionBody) -> Response:
+    """Caption images, by default with beam search."""
+    model = _writer(state, body.model)
+    if model.task != "caption":
+        raise ApiError(400, f"model {model.id!r} does not caption images: its task is {model.task}", "model")
+    images = [body.image] if isinstance(body.image, str) else body.image
+
+    def prepare() -> Writing:
+        return _new_search(model, body, lambda fields: model.read_images(images, fields))
+
+    writing = await asyncio.to_thread(prepare)
+    return await _respond_to_search(model, body, writing, "caption", "captions", len(images))
+
+
+@router.post("/classify")
+async def classify(state: State, body: ClassifyBody) -> Response:
+    """Classify texts or images; returns the class of each and the probabilities of all classes."""
+    model = state.find(body.model)
+    if model.config.head != "classify":
+        raise ApiError(400, f"model {model.id!r} does not classify: its task is {model.task}", "model")
+    reads_images = model.config.source == "image"
+    name, value, other = ("image", body.image, body.text) if reads_images else ("text", body.text, body.image)
+    if value is None or other is not None:
+        raise ApiError(400, f"model {model.id!r} reads {name}: give {name} and nothing else", name)
+
+    model.check_attention(body.attention)
+    inputs: list[Any] = [value] if isinstance(value, str) else list(value)
+    if reads_images:
+        inputs = await asyncio.to_thread(lambda: [decode_image(item, state.limits) for item in inputs])
+    results = []
+    for start in range(0, len(inputs), _CLASSIFY_BATCH):
+        batch = inputs[start : start + _CLASSIFY_BATCH]
+        classified = await _run(model, partial(model.classify, batch, body.threshold))
+        results += [{"label": x.label, "probability": x.probability, "probabilities": x.all} for x in classified]
+    if body.attention is not None:
+        for item, result in zip(inputs, results, strict=True):
+            seen = await _run(model, partial(model.look_at_input, item))
+            result["attention"] = await asyncio.to_thread(attention_document, seen, body.attention)
+    document = {"object": "classification", "model": model.id, "results": results}
+    return await _respond(document, is_large=body.attention is not None)
+
+
+@router.post("/embeddings")
+async def embeddings(state: State, body: EmbeddingBody) -> Response:
+    """Embed texts: one vector each, equal to ``regard.embed``'s."""
+    model = state.find(body.model)
+    inputs = [body.input] if _is_one(body.input) else body.input
+    sources = await asyncio.to_thread(model.read_to_embed, inputs)
+    # One text at a time: its vector does not depend on its neighbours, and running texts decode in between.
+    vectors = [await _run(model, partial(model.embed, source)) for source in sources]
+
+    def encode_vector(vector: Tensor) -> Any:
+        row = vector.numpy().astype("<f4")
+        return base64.b64encode(row.tobytes()).decode() if body.encoding_format == "base64" else row.tolist()
+
+    data = [{"object": "embedding", "index": i, "embedding": encode_vector(x)} for i, x in enumerate(vectors)]
+    n_tokens = sum(map(len, sources))
+    usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+    return await _respond({"object": "list", "model": model.id, "data": data, "usage": usage}, is_large=True)
+
+
+# ---------------------------------------------------------------------- parts of the routes
+
+
+def _writer(state: ServingState, name: str) -> ApiModel:
+    model = state.find(name)
+    if not model.can_write:
+        raise ApiError(400, f"model {model.id!r} does not generate text: its task is {model.task}", "model")
+    model.scheduler.check_room()  # refuse before spending time on the inputs
+    return model
+
+
+def _is_one(prompt: Any) -> bool:
+    return isinstance(prompt, str) or isinstance(prompt[0], int)
+
+
+def _new_writing(
+    model: ApiModel, body: OpenAIBody, inputs: Any, default_tokens: int | None, n_top: int | None, n_choices: int
+) -> Writing:
+    """Build the requests of a completion or chat, one per input."""
+    if model.config.source != "text":
+        raise ApiError(400, f"model {model.id!r} reads images: use /v1/caption", "model")
+    model.check_attention(body.attention)
+    fields = model.search_fields(body.model_copy(update={"n": n_choices}), default_tokens)
+    if n_top is not None and body.beams is not None and body.beams > 1:
+        raise ApiError(400, "logprobs cannot be combined with beams", "logprobs")
+    options = {"n_top": n_top, "priority": body.priority, **model.constraint_options(body)}
+    writing = Writing(model)
+    for item in model.read_texts(inputs, fields):
+        writing.add(item, fields, n_choices, **options)
+    return writing
+
+
+def _new_search(model: ApiModel, body: SearchBody, read: Callable[[dict[str, Any]], list[ModelInputs]]) -> Writing:
+    """Build the requests of translations or captions: beam search unless sampling or greedy decoding is requested."""
+    samples = any(getattr(body, name) for name in ("temperature", "top_p", "top_k", "min_p"))
+    is_greedy = body.temperature == 0 and body.beams is None
+    if not samples and not is_greedy:
+        body = body.model_copy(update={"beams": max(body.beams or _DEFAULT_BEAMS, body.n), "temperature": None})
+        body = body.model_copy(update={"temperature": 0} if body.beams == 1 else {})
+    model.check_attention(body.attention)
+    fields = model.search_fields(body)
+    writing = Writing(model)
+    for item in read(fields):
+        limit = {} if body.max_tokens is not None else {"max_new_tokens": model.default_limit(item)}
+        writing.add(item, fields | limit, body.n, priority=body.priority)
+    return writing
+
+
+def _read_sources(model: ApiModel, body: TranslateBody, texts: list[str], fields: dict[str, Any]) -> list[ModelInputs]:
+    codec = model.codec
+    if body.target_language is not None:
+        fields["prefix"] = (codec.language_id(body.target_language),)
+    if body.source_language is None:
+        return model.read_texts(texts, fields)
+    language = codec.language_id(body.source_language)
+    rows = [codec.with_language(row, language) for row in codec.encode_inputs(texts, "source")]
+    return model.read_texts(rows, fields)
+
+
+def _best_of(choices: list[TextChoice], best_of: int, n: int) -> list[TextChoice]:
+    """Keep the n choices of each prompt with the highest mean log P."""
+    kept: list[TextChoice] = []
+    for start in range(0, len(choices), best_of):
+        group = sorted(choices[start : start + best_of], key=lambda choice: -choice.mean_log_prob)
+        kept += group[:n]
+    for index, choice in enumerate(kept):
+        choice.index = index
+    return kept
+
+
+async def _run(model: ApiModel, work: Callable[[], Any]) -> Any:
+    """Run work in the scheduler's thread. Running texts wait for it, so callers pass only a few inputs at a time."""
+    return await asyncio.wrap_future(model.scheduler.run(work))
+
+
+async def _add_attention(
+    model: ApiModel, choices: list[TextChoice], body: SearchBody, extras: dict[int, dict[str, Any]]
+) -> None:
+    """Add the requested attention weights of each finished text to ``extras``."""
+    if body.attention is None:
+        return
+    for choice in choices:
+        seen = await _run(model, partial(model.look_at_text, choice.inputs, choice.tokens))
+        extras[choice.index] = {"attention": await asyncio.to_thread(attention_document, seen, body.attention)}
+
+
+async def _respond_to_search(
+    model: ApiModel, body: SearchBody, writing: Writing, kind: str, name: str, n: int
+) -> Response:
+    """The response to translations and captions: the best text of each input, with alternatives if n > 1."""
+    choices = await writing.finish()
+    extras: dict[int, dict[str, Any]] = {}
+    await _add_attention(model, choices, body, extras)
+
+    def entry(choice: TextChoice) -> dict[str, Any]:
+        score = {} if choice.score is None else {"score": choice.score}
+        return {"text": choice.text, "finish_reason": choice.finish_reason, **score, **extras.get(choice.index, {})}
+
+    results = []
+    for index in range(n):
+        best, *rest = choices[index * body.n : (index + 1) * body.n]
+        alternatives = {"alternatives": [entry(choice) for choice in rest]} if body.n > 1 else {}
+        results.append(entry(best) | alternatives)
+    document = {"object": kind, "model": model.id, name: results, "usage": writing.usage}
+    return await _respond(document, is_large=body.attention is not None)
+
+
+async def _respond(content: Any, is_large: bool) -> Response:
+    """The JSON response. A large one is serialised in a thread: 250,000 weights would block the event loop, and with
+    it every stream, for a tenth of a second."""
+
+    def serialise() -> Response:
+        return JSONResponse(to_jsonable(content), headers={"Cache-Control": "no-store"})
+
+    return await asyncio.to_thread(serialise) if is_large else serialise()
+
+
+async def _stream(writing: Writing, body: OpenAIBody, document: OpenAIDocument) -> Response:
+    """Server-sent events: a chunk for each piece of text, then [DONE].
+
+    The first event is awaited before the response starts, so that a full queue is still reported by a status.
+    """
+    following = writing.follow()
+    first = await anext(following, None)
+    events = _chunks(first, following, writing, body, document)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+async def _chunks(
+    first: tuple[TextChoice, str] | None,
+    following: AsyncIterator[tuple[TextChoice, str]],
+    writing: Writing,
+    body: OpenAIBody,
+    document: OpenAIDocument,
+) -> AsyncIterator[bytes]:
+    async with aclosing(following):  # type: ignore[type-var]  # an async generator
+        try:
+            for chunk in document.beginning():
+                yield _event(chunk)
+            if first is not None:
+                if new := document.piece(*first):
+                    yield _event(new)
+                async for choice, piece in following:
+                    if new := document.piece(choice, piece):
+                        yield _event(new)
+            if body.attention is not None:
+                await _add_attention(writing.model, writing.choices, body, document.extras)
+                for choice in writing.choices:
+                    yield _event(document.attention_chunk(choice))
+            if body.stream_options is not None and body.stream_options.include_usage:
+                yield _event(document.frame() | {"choices": [], "usage": writing.usage})
+        except Exception as failure:  # the status has been sent: report the error as an event
+            yield _event(error_document(failure)[1])
+        yield b"data: [DONE]\n\n"
+
+
+def _event(content: Any) -> bytes:
+    return b"data: " + json.dumps(to_jsonable(content), ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"

@@ -1,0 +1,295 @@
+"""Continuous batching: a thread that owns one model, and requests that join and leave its batches at every step.
+
+In each round the thread drops cancelled requests, does one piece of other work, reads prompts up to a token budget in
+one forward pass, and decodes one token of every running text. The budget bounds how long running texts wait for new
+prompts. Greedy and sampled texts share a batch; beam searches of equal width share another. A round synchronises with
+the device once per batch.
+
+No client waits forever after an error. An exception raised by one text fails only its request; one raised by a batch
+fails the requests of that batch; an unexpected one fails all running requests, and the thread continues with new ones.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ..errors import RegardError
+from ..generation.generate import inference
+from ..generation.generation_config import GenerateConfig
+from ..generation.prompt_reading import PromptReader, PromptReading, new_prefix_cache
+from ..generation.prompts import ModelInputs
+from ..models import Model
+from .metrics import SchedulerStatistics
+from .request_queue import QueueFull, RequestQueue
+from .running_text import FailureEvent, TextEvent, TextRequest
+from .text_batches import TextBatches
+
+_MAX_ROWS = {"cpu": 32, "elsewhere": 64}
+_PROMPT_TOKENS = {"cpu": 256, "elsewhere": 2048}  # read in one round while texts are running
+
+Result = TypeVar("Result")
+
+
+class SchedulerClosed(RegardError):
+    """The scheduler accepts no more work."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
+
+
+class Scheduler:
+    """Runs the requests of one model. ``post`` runs a function in the thread that receives events, an event loop's.
+
+    The first and the last event of a text are posted at once, all others at most every ``post_seconds``.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_rows: int | None = None,
+        max_waiting: int = 256,
+        post: Callable[[Callable[[], None]], Any] = lambda call: call(),
+    ) -> None:
+        kind = model.device.type if model.device.type in _MAX_ROWS else "elsewhere"
+        self.model, self.max_rows, self.post = model, max_rows or _MAX_ROWS[kind], post
+        self.statistics = SchedulerStatistics()
+        self._prompt_tokens = _PROMPT_TOKENS[kind]
+        writes_text = model.config.head == "lm" and model.config.architecture != "encoder"
+        self._prefixes = new_prefix_cache(model) if writes_text else None
+        self._reader = PromptReader(model) if writes_text else None
+        self._waiting = RequestQueue(max_waiting)
+        self._reading: deque[TextRequest] = deque()
+        self._running: set[TextRequest] = set()
+        self.batches = TextBatches(model, self.max_rows, self)
+        self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._events: list[tuple[TextRequest, TextEvent]] = []
+        self._urgent: set[TextRequest] = set()  # requests whose events are posted at once
+        self.post_seconds, self._last_post = 0.0, 0.0
+        self._mean_seconds = 1.0  # duration of a request, a moving average
+        self._changed, self._closing = threading.Condition(), False
+        self._thread = threading.Thread(target=self._loop, name="regard-scheduler", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ from any thread
+
+    def new_reading(self, inputs: ModelInputs, config: GenerateConfig) -> PromptReading:
+        """The prompt of a request; raises ValueError if it is too long."""
+        return PromptReading(self.model, inputs, config, self._prefixes)
+
+    def submit(self, *requests: TextRequest) -> None:
+        """Add the requests of one client to the queue, all of them or none."""
+        for request in requests:
+            if (n_rows := request.size * request.copies) > self.max_rows:
+                raise ValueError(f"the request needs {n_rows} texts or beams at once; this server runs {self.max_rows}")
+        with self._changed:
+            self.check_room(len(requests))
+            self._waiting.push(requests, self._mean_seconds)
+            self.statistics.accepted += len(requests)
+            self._changed.notify()
+
+    def check_room(self, n_requests: int = 1) -> None:
+        """Raise unless ``n_requests`` more requests would be accepted."""
+        if self._closing:
+            raise SchedulerClosed
+        if not self._waiting.has_room(n_requests):
+            self.statistics.refused += n_requests
+            n_rounds = 1 + len(self._waiting) // max(1, len(self._running))
+            raise QueueFull(len(self._waiting), max(1, round(n_rounds * self._mean_seconds)))
+
+    def run(self, work: Callable[[], Result]) -> Future[Result]:
+        """Run other work with the model, between two decode steps."""
+        future: Future[Result] = Future()
+        with self._changed:
+            if self._closing:
+                raise SchedulerClosed
+            if len(self._work) >= self._waiting.max_waiting:
+                self.statistics.refused += 1
+                raise QueueFull(len(self._work), 1)
+            self._work.append((future, work))
+            self._changed.notify()
+        return future
+
+    def wake(self) -> None:
+        """Wake the thread so that it drops cancelled requests now."""
+        with self._changed:
+            self._changed.notify()
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self._reading or self._running or self._work)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Refuse new requests, fail those that wait or run, and stop the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(seconds)
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _loop(self) -> None:
+        with inference(self.model):
+            while self._wait_for_work():
+                try:
+                    self._do_round()
+                except Exception as error:  # unexpected: every client still gets an answer
+                    self._fail_all(error)
+        self._refuse_pending()
+
+    def _refuse_pending(self) -> None:
+        """Fail everything that still waits or runs when the scheduler is closed."""
+        waiting = self._waiting.in_order()
+        self._waiting.remove(waiting)
+        self._running |= set(waiting)
+        self._fail_all(SchedulerClosed())
+        while self._work:
+            future, _ = self._work.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(SchedulerClosed())
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is work (True) or the scheduler is closed (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or not self.is_idle)
+            return not self._closing
+
+    def _do_round(self) -> None:
+        self._drop_cancelled()
+        if self._work:
+            _fulfil(*self._work.popleft())
+        self._read_prompts()
+        self.batches.step()
+        self._post_events()
+
+    def _drop_cancelled(self) -> None:
+        for request in [request for request in self._running if request.cancelled]:
+            self.end(request)
+        with self._changed:
+            self.statistics.cancelled += self._waiting.drop_cancelled()
+
+    def _fail_all(self, error: Exception) -> None:
+        """Fail all running requests and discard the batches, which may be in an inconsistent state."""
+        self.batches.clear()
+        self._reading.clear()
+        for request in list(self._running):
+            request.slots.clear()
+            self.end(request, FailureEvent(error))
+        self._post_events()
+
+    def _read_prompts(self) -> None:
+        """Prefill the next parts of prompts, up to the budget, in one pass; complete prompts start their texts."""
+        requests = self._next_readings()
+        if not requests:
+            return
+        assert self._reader is not None
+        errors = self._reader.read([request.reading for request in requests])
+        ready = []
+        for request in requests:
+            error = errors.get(request.reading)
+            if error is not None or request.reading.is_read:
+                self._reading.remove(request)
+            if error is not None:
+                self.end(request, FailureEvent(error))
+            elif request.reading.is_read:
+                ready.append(request)
+        self.batches.start(ready)
+
+    def _next_readings(self) -> list[TextRequest]:
+        """The requests to prefill in this round: partly read prompts in turn, then new ones, up to the budget."""
+        for request in [request for request in self._reading if request.cancelled]:
+            self._reading.remove(request)
+            self.end(request)
+        budget, chosen = self._prompt_tokens, list[TextRequest]()
+        for request in self._reading:
+            if budget <= 0:
+                break
+            budget -= request.reading.n_next_tokens
+            chosen.append(request)
+        self._reading.rotate(-len(chosen))
+        while budget > 0 and (new := self._admit()) is not None:
+            budget -= new.reading.n_next_tokens
+            chosen.append(new)
+        return chosen
+
+    def _admit(self) -> TextRequest | None:
+        """Take the next request out of the queue; None if there is none or the batches have no rows left for it."""
+        with self._changed:
+            request = self._waiting.first()
+            if request is None:
+                return None
+            n_rows = sum(each.size * each.copies for each in (*self._reading, request))
+            if self.batches.n_rows + n_rows > self.max_rows:
+                return None
+            self._waiting.pop()
+        self._reading.append(request)
+        self._running.add(request)
+        self.statistics.prompt_tokens += request.n_prompt
+        return request
+
+    def end(self, request: TextRequest, failure: FailureEvent | None = None) -> None:
+        """End a request that is finished, cancelled or failed."""
+        if request not in self._running:
+            return
+        self._running.discard(request)
+        self.batches.leave(request)
+        request.finished = time.monotonic()
+        if failure is not None:
+            self.report(request, failure, is_urgent=True)
+            self.statistics.failed += 1
+        elif request.cancelled:
+            self.statistics.cancelled += 1
+        else:
+            self.statistics.finished += 1
+            seconds = request.finished - (request.started or request.finished)
+            self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+
+    def _count(self) -> None:
+        """Update the gauges of the statistics."""
+        statistics = self.statistics
+        statistics.waiting, statistics.running = len(self._waiting), len(self._running)
+        statistics.rows = self.batches.n_rows
+        statistics.prefix_tokens = 0 if self._prefixes is None else self._prefixes.n_tokens_found
+
+    def report(self, request: TextRequest, event: TextEvent, is_urgent: bool) -> None:
+        self._events.append((request, event))
+        if is_urgent:
+            self._urgent.add(request)
+
+    def _post_events(self) -> None:
+        """Post the events of urgent requests, or all events if ``post_seconds`` have passed since the last time."""
+        self._count()
+        if not self._events:
+            return
+        now, events = time.monotonic(), self._events
+        if now - self._last_post >= self.post_seconds:
+            self._events, self._last_post = [], now
+        elif self._urgent:
+            events = [entry for entry in self._events if entry[0] in self._urgent]
+            self._events = [entry for entry in self._events if entry[0] not in self._urgent]
+        else:
+            return
+        self._urgent.clear()
+
+        def deliver() -> None:
+            for request, event in events:
+                request.deliver(event)
+
+        with suppress(RuntimeError):  # the event loop is closed
+            self.post(deliver)
+
+
+def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Run the work of a future unless it was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:  # a panic in Rust derives from BaseException; the caller must still hear of it
+        future.set_exception(error)

@@ -1,0 +1,403 @@
+"""Continuous batching: what a request gets alone it gets in any company, and the queue keeps its promises."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from generation.spoken import LINES, language_model, translator
+from regard.generation.generate import generate
+from regard.generation.prompt_reading import PROMPT_PART, PrefixCache
+from regard.generation.prompts import read_inputs
+from regard.generation.slot_engine import GraphSlots
+from regard.generation.text_codec import ModelTokenizers, merge_config
+from regard.layers.quantised_linear import Int8Linear
+from regard.models import Model
+from regard.serving.request_queue import QueueFull
+from regard.serving.running_text import FailureEvent, SearchEvent, TextEvent, TextRequest, TokenEvent
+from regard.serving.scheduler import Scheduler, SchedulerClosed
+
+
+class Asked:
+    """A request and what has come of it."""
+
+    def __init__(self, scheduler: Scheduler, row: list[int], **fields: Any) -> None:
+        priority, n_top = fields.pop("priority", 0), fields.pop("n_top", None)
+        config = merge_config(scheduler.model, None, fields)
+        inputs = read_inputs(scheduler.model, [row], config)
+        self.events: list[TextEvent] = []
+        self.over, self._n_left = threading.Event(), 1 if config.beam > 1 else config.n_best
+        self.request = TextRequest(
+            scheduler.new_reading(inputs, config), config, self._hear, priority=priority, n_top=n_top
+        )
+        scheduler.submit(self.request)
+
+    def _hear(self, event: TextEvent) -> None:
+        self.events.append(event)
+        self._n_left -= not isinstance(event, TokenEvent) or event.finish is not None
+        if isinstance(event, FailureEvent) or self._n_left == 0:
+            self.over.set()
+
+    def wait(self) -> Asked:
+        assert self.over.wait(60)
+        failures = [event.error for event in self.events if isinstance(event, FailureEvent)]
+        if failures:
+            raise failures[0]
+        return self
+
+    def tokens(self, copy: int = 0) -> list[int]:
+        if isinstance(self.wait().events[-1], SearchEvent):
+            return self.events[-1].hypotheses[0].tokens  # type: ignore[union-attr]
+        chosen = [event for event in self.events if isinstance(event, TokenEvent) and event.copy == copy]
+        return [event.token for event in chosen if event.token is not None]
+
+
+@pytest.fixture
+def schedule() -> Iterator[Callable[..., Scheduler]]:
+    opened: list[Scheduler] = []
+
+    def start(model: Model, **options: Any) -> Scheduler:
+        opened.append(Scheduler(model, **options))
+        return opened[-1]
+
+    yield start
+    for scheduler in opened:
+        scheduler.close()
+
+
+def rows_of(model: Model) -> list[list[int]]:
+    return ModelTokenizers(model).encode_inputs(LINES)
+
+
+def int8(model: Model) -> Model:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is torch.nn.Linear:
+                setattr(module, name, Int8Linear.of(child))
+    return model
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "decoder": lambda: language_model(max_len=400),
+    "rope": lambda: language_model(kind="chars", n_kv_heads=2, positions="rope"),
+    "translator": translator,
+    "int8": lambda: int8(translator()),
+    "one by one": lambda: language_model(positions="alibi"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_does_not_depend_on_its_neighbours(name: str, schedule: Callable[..., Scheduler]) -> None:
+    """Bit for bit: tokens and log P of every text, alone and among others that come, go, draw and search."""
+    model = MODELS[name]()
+    rows, limit = rows_of(model), 12
+    alone = schedule(model)
+    wanted = [Asked(alone, row, max_new_tokens=limit, n_top=1).wait() for row in rows]
+    searched = [Asked(alone, row, max_new_tokens=limit, beam=3).tokens() for row in rows]
+    crowd = schedule(model, max_rows=12)
+    hostile = [Asked(crowd, row, max_new_tokens=40, temperature=3.0, n_best=2, seed=1) for row in rows[:2]]
+    found = [Asked(crowd, row, max_new_tokens=limit, n_top=1) for row in rows]
+    beams = [Asked(crowd, row, max_new_tokens=limit, beam=3) for row in rows]
+    hostile += [Asked(crowd, row[:1], max_new_tokens=3, beam=2) for row in rows]
+    for one, other in zip(wanted, found, strict=True):
+        assert other.wait().events == one.events
+    assert [asked.tokens() for asked in beams] == searched
+    for asked in hostile:
+        asked.wait()
+
+
+@pytest.mark.parametrize("name", ["decoder", "translator", "one by one"])
+def test_texts_are_those_of_generate(name: str, schedule: Callable[..., Scheduler]) -> None:
+    model = MODELS[name]()
+    scheduler, rows = schedule(model), rows_of(model)
+    ways: list[dict[str, Any]] = [
+        {"max_new_tokens": 9},
+        {"max_new_tokens": 9, "beam": 4, "length_penalty": 0.6},
+        {"max_new_tokens": 12, "beam": 4, "early_stopping": True, "logit_bias": {9: -2.0}},
+        {"max_new_tokens": 9, "beam": 4, "repetition_penalty": 1.3},
+        {"max_new_tokens": 9, "temperature": 0.9, "top_p": 0.8, "seed": 7},
+        {"max_new_tokens": 9, "repetition_penalty": 1.3, "min_new_tokens": 4},
+    ]
+    asked = [[Asked(scheduler, row, **way) for row in rows] for way in ways]
+    for way, own in zip(ways, asked, strict=True):
+        wanted = [texts[0].tokens for texts in generate(model, rows, **way).hypotheses]
+        assert [one.tokens() for one in own] == wanted, way
+
+
+@pytest.mark.parametrize("name", ["decoder", "rope", "translator"])
+@pytest.mark.parametrize("beam", [1, 3])
+def test_captured_slots_write_what_generate_writes(name: str, beam: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots of a GPU, here without a capture: texts of different lengths that join and leave."""
+    monkeypatch.setattr("regard.serving.text_batches.open_slots", GraphSlots)
+    model = MODELS[name]()
+    scheduler, rows = Scheduler(model, max_rows=4 * beam), rows_of(model)
+    limits = [3, 9, 20, 5, 12, 7]
+    asked = [Asked(scheduler, row, max_new_tokens=n, beam=beam) for row, n in zip(rows, limits, strict=True)]
+    for own, row, n in zip(asked, rows, limits, strict=True):
+        assert own.tokens() == generate(model, [row], max_new_tokens=n, beam=beam).hypotheses[0][0].tokens
+    assert isinstance(scheduler.batches.slots[beam], GraphSlots)
+    scheduler.close()
+
+
+def test_a_seed_draws_the_same_text_in_any_company(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model()
+    scheduler, row = schedule(model), rows_of(model)[0]
+    fields: dict[str, Any] = {"max_new_tokens": 10, "temperature": 1.5, "seed": 11, "n_best": 3}
+    first = Asked(scheduler, row, **fields).wait()
+    others = [Asked(scheduler, row, max_new_tokens=15, temperature=2.0) for _ in range(4)]
+    again = Asked(scheduler, row, **fields).wait()
+    assert [first.tokens(n) for n in range(3)] == [again.tokens(n) for n in range(3)]
+    assert len({tuple(first.tokens(n)) for n in range(3)}) == 3
+    for other in others:
+        other.wait()
+
+
+def test_a_long_prompt_is_read_in_parts_and_its_beginning_only_once(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model(max_len=400)
+    scheduler = schedule(model)
+    prompt = (rows_of(model)[0] * 100)[: 2 * PROMPT_PART + 40]
+    wanted = generate(model, [prompt], max_new_tokens=8).hypotheses[0][0].tokens
+    first, second = (Asked(scheduler, prompt, max_new_tokens=8, n_top=1).wait() for _ in range(2))
+    assert first.tokens() == wanted
+    assert second.events == first.events  # the same bits
+    assert scheduler.statistics.prefix_tokens == 2 * PROMPT_PART
+
+
+def test_prompts_that_wait_are_read_in_one_pass(schedule: Callable[..., Scheduler]) -> None:
+    """Bit for bit what each gives alone, parts of long ones among them; and a long one does not hold up the others."""
+    model = language_model(max_len=800)
+    short = rows_of(model)
+    rows = [(short[0] * 200)[: 4 * PROMPT_PART + 9], *short, (short[1] * 200)[: PROMPT_PART + 1]]
+    alone = [Asked(schedule(model), row, max_new_tokens=3, n_top=1).wait().events for row in rows]
+    scheduler, gate, passes = schedule(model), threading.Event(), list[int]()
+    assert scheduler._reader is not None
+    read = scheduler._reader.read
+    scheduler._reader.read = lambda readings: (passes.append(len(readings)), read(readings))[1]  # type: ignore[method-assign]
+    scheduler.run(gate.wait)
+    asked = [Asked(scheduler, row, max_new_tokens=3, n_top=1) for row in rows]
+    gate.set()
+    assert [one.wait().events for one in asked] == alone
+    assert passes[0] > len(short) / 2
+    assert len(passes) <= 6
+    first = [one.request.started for one in asked]
+    assert max(first[1:-1]) <= min(first[0], first[-1])  # type: ignore[type-var]
+
+
+def test_one_transfer_a_step_however_many_texts(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of greedy texts and of those drawn with one config, the tokens of a step are read from the device together."""
+    model, reads = language_model(max_len=400), list[str]()
+    for name in ("tolist", "item", "__int__", "__float__", "__bool__"):
+        plain = getattr(torch.Tensor, name)
+        count = lambda x, plain=plain, name=name: (reads.append(name), plain(x))[1]  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, name, count)
+    scheduler, gate = schedule(model), threading.Event()
+    scheduler.run(gate.wait)
+    fields = {"max_new_tokens": 30, "logit_bias": {model.config.eos_id: -1e4}}
+    drawn = [Asked(scheduler, [5, 6], temperature=1.0, seed=n, **fields) for n in range(4)]
+    greedy = [Asked(scheduler, [5, 6], **fields) for _ in range(8)]
+    reads.clear()
+    gate.set()
+    for asked in (*drawn, *greedy):
+        asked.wait()
+    steps = scheduler.statistics.steps
+    # Three for the tokens (of all, the drawn, the biased), others for checks of ids on a CPU: not 12 and more.
+    assert len(reads) <= 6 * steps + 20, (len(reads), steps)
+
+
+def test_running_texts_go_on_while_a_long_prompt_is_read(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model(max_len=2000)
+    scheduler = schedule(model)
+    scheduler._prompt_tokens = PROMPT_PART
+    order: list[str] = []
+    running = Asked(scheduler, rows_of(model)[0], max_new_tokens=60, min_new_tokens=60)
+    running.request.deliver = lambda event: (order.append("running"), running._hear(event))[0]
+    while not order:
+        time.sleep(0.001)
+    long = Asked(scheduler, (rows_of(model)[1] * 200)[: 8 * PROMPT_PART], max_new_tokens=1)
+    long.request.deliver = lambda event: (order.append("long"), long._hear(event))[0]
+    long.wait()
+    running.wait()
+    assert order[: order.index("long")].count("running") >= 7  # one step at least between two parts
+
+
+def test_priority_goes_first_and_waiting_counts(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model()
+    scheduler, row = schedule(model, max_rows=1), rows_of(model)[0]
+    gate = threading.Event()
+    held = scheduler.run(gate.wait)
+    order: list[str] = []
+    asked = []
+    for name, priority in (("first", 0), ("second", 0), ("urgent", 1)):
+        one = Asked(scheduler, row, max_new_tokens=2, priority=priority)
+        one.request.deliver = lambda event, name=name, one=one: (order.append(name), one._hear(event))[0]  # type: ignore[misc]
+        asked.append(one)
+    gate.set()
+    assert held.result(10)
+    for one in asked:
+        one.wait()
+    assert list(dict.fromkeys(order)) == ["urgent", "first", "second"]
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model()
+    scheduler, row = schedule(model, max_waiting=2), rows_of(model)[0]
+    gate = threading.Event()
+    scheduler.run(gate.wait)
+    waiting = [Asked(scheduler, row, max_new_tokens=2) for _ in range(2)]
+    with pytest.raises(QueueFull) as refused:
+        Asked(scheduler, row)
+    assert refused.value.retry_seconds >= 1
+    gate.set()
+    for asked in waiting:
+        asked.wait()
+    assert scheduler.statistics.refused == 1
+
+
+def test_what_is_cancelled_leaves_within_a_step(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model(max_len=4000)
+    scheduler, row = schedule(model, max_rows=2), rows_of(model)[0]
+    endless = [Asked(scheduler, row, max_new_tokens=3900, min_new_tokens=3900) for _ in range(4)]
+    while scheduler.statistics.written_tokens < 6:
+        time.sleep(0.001)
+    for asked in endless:
+        asked.request.cancel()
+    scheduler.wake()
+    before = scheduler.statistics.steps
+    while not scheduler.is_idle:
+        time.sleep(0.001)
+    assert scheduler.statistics.steps - before <= 2
+    assert scheduler.statistics.cancelled == 4
+    assert Asked(scheduler, row, max_new_tokens=3).tokens()  # the slots are free again
+
+
+def test_one_request_that_fails_leaves_the_others_alone(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model()
+    scheduler, rows = schedule(model), rows_of(model)
+    wanted = Asked(scheduler, rows[1], max_new_tokens=8).tokens()
+
+    class Broken:
+        is_finished = False
+
+        def forbid(self, logits: torch.Tensor) -> torch.Tensor:
+            raise ValueError("a grammar that is wrong")
+
+        def accept(self, token: int) -> None: ...
+
+    config = merge_config(model, None, {"max_new_tokens": 8})
+    heard: list[TextEvent] = []
+    reading = scheduler.new_reading(read_inputs(model, [rows[0]], config), config)
+    scheduler.submit(TextRequest(reading, config, heard.append, new_constraint=Broken))
+    assert Asked(scheduler, rows[1], max_new_tokens=8).tokens() == wanted
+    assert isinstance(heard[0], FailureEvent)
+
+
+def test_a_closed_scheduler_takes_nothing_and_ends_what_waits() -> None:
+    model = language_model()
+    scheduler, row = Scheduler(model), rows_of(model)[0]
+    gate = threading.Event()
+    scheduler.run(gate.wait)
+    waiting = Asked(scheduler, row)
+    threading.Timer(0.05, gate.set).start()
+    scheduler.close()
+    with pytest.raises(SchedulerClosed):
+        waiting.wait()
+    with pytest.raises(SchedulerClosed):
+        Asked(scheduler, row)
+
+
+def test_other_work_that_waits_is_refused_when_the_scheduler_closes() -> None:
+    scheduler, gate = Scheduler(language_model()), threading.Event()
+    scheduler.run(gate.wait)
+    waiting = scheduler.run(lambda: 1)
+    threading.Timer(0.05, gate.set).start()
+    scheduler.close()
+    with pytest.raises(SchedulerClosed):
+        waiting.result(10)
+    assert scheduler.is_idle
+
+
+@pytest.mark.parametrize(("name", "beam"), [("decode", 1), ("decode", 3), ("select_all", 3), ("_write", 1)])
+def test_a_fault_ends_what_runs_and_not_the_thread(
+    name: str, beam: int, schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was foreseen (a batch that cannot be decoded) or not; who comes after is served."""
+    model = language_model()
+    scheduler, row = schedule(model), rows_of(model)[0]
+    wanted = Asked(scheduler, row, max_new_tokens=8, beam=beam).tokens()
+    slots = scheduler.batches.slots[beam]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, name, fail)
+        gate = threading.Event()
+        scheduler.run(gate.wait)
+        failing = [Asked(scheduler, row, max_new_tokens=8, beam=beam) for _ in range(3)]
+        gate.set()  # they run together: the batch after the one that failed is a new one
+        for asked in failing:
+            with pytest.raises(MemoryError, match="no room"):
+                asked.wait()
+    assert scheduler.statistics.failed == 3
+    assert Asked(scheduler, row, max_new_tokens=8, beam=beam).tokens() == wanted
+    while not scheduler.is_idle:
+        time.sleep(0.001)
+    assert scheduler.batches.n_rows == 0
+
+
+def test_what_clients_may_make_up_is_not_kept(schedule: Callable[..., Scheduler]) -> None:
+    """Searches of ever new configs, among them some that are cancelled."""
+    model = language_model()
+    scheduler, row = schedule(model), rows_of(model)[0]
+    for number in range(6):
+        asked = Asked(scheduler, row, max_new_tokens=30, beam=2, length_penalty=number / 7)
+        asked.request.cancel() if number % 2 else asked.wait()
+    while not scheduler.is_idle:
+        time.sleep(0.001)
+    assert not scheduler.batches._searches
+
+
+def test_prompts_of_one_body_take_turns_with_other_clients(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model()
+    scheduler, row, gate = schedule(model, max_rows=1), rows_of(model)[0], threading.Event()
+    scheduler.run(gate.wait)
+    scheduler._mean_seconds, order = 10.0, list[str]()
+    config = merge_config(model, None, {"max_new_tokens": 2})
+
+    def request(name: str) -> TextRequest:
+        reading = scheduler.new_reading(read_inputs(model, [row], config), config)
+        return TextRequest(reading, config, lambda _: order.append(name))
+
+    scheduler.submit(*(request(f"many {number}") for number in range(4)))
+    last = Asked(scheduler, row, max_new_tokens=2, priority=-100)
+    scheduler.submit(request("one"))
+    gate.set()
+    last.wait()
+    assert list(dict.fromkeys(order)) == ["many 0", "one", "many 1", "many 2", "many 3"]
+
+
+def test_a_long_prompt_is_kept_at_the_cost_of_its_length() -> None:
+    """Each part once, whichever prompts begin with it; the least recently used go first."""
+    keys = torch.randn(2, 2, 1, 6 * PROMPT_PART, 4)
+    cache = PrefixCache(max_bytes=keys.nbytes)
+    first, other = list(range(6 * PROMPT_PART)), [7] * (3 * PROMPT_PART)
+    cache.keep(first, keys)
+    cache.keep(first, keys)
+    assert sum(len(tokens) for _, tokens in cache._parts) == len(first)
+    found = cache.find([*first, 1])
+    assert found is not None
+    assert torch.equal(found, keys)
+    part = cache.find([*first[: 2 * PROMPT_PART], 1])
+    assert part is not None
+    assert torch.equal(part, keys[:, :, :, : 2 * PROMPT_PART])
+    assert cache.find([*first[PROMPT_PART:], 1]) is None  # the same tokens at another place
+    cache.keep(other, keys[:, :, :, : 3 * PROMPT_PART])
+    assert cache.find([*other, 1]) is not None
+    assert cache._n_bytes <= keys.nbytes

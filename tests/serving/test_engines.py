@@ -1,0 +1,84 @@
+"""Exported directories behind the same API: int8, ONNX Runtime, CTranslate2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from generation.spoken import LINES, translator
+from regard.export.ctranslate2_export import export_ctranslate2
+from regard.export.engines import open_engine
+from regard.export.onnx_export import export_onnx
+from regard.export.quantise import quantise, write_int8
+from regard.serving.engine_scheduler import EngineScheduler, open_served
+from regard.web.requests import Limits
+
+from .served_api import TEXT, ServedApi, serving_api
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A translator exported for every engine."""
+    folder = tmp_path_factory.mktemp("shipped")
+    for kind in ("onnx", "ctranslate2"):
+        translator().save(folder / f"translator-{kind}")
+    export_onnx(translator(), folder / "translator-onnx")
+    export_ctranslate2(translator(), folder / "translator-ctranslate2" / "ctranslate2")
+    (folder / "translator-int8").mkdir()
+    write_int8(quantise(translator()), folder / "translator-int8")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["int8", "onnx", "ctranslate2"])
+def engine_api(request: pytest.FixtureRequest, shipped: Path) -> Iterator[tuple[str, ServedApi, Path]]:
+    engine: Any = request.param if request.param != "int8" else "torch"
+    paths = [shipped / f"translator-{request.param}"]
+    with serving_api(open_served(paths, "cpu", engine, Limits())) as served:  # type: ignore[arg-type]
+        yield request.param, served, paths[0]
+
+
+def test_translations_are_the_engines_own(engine_api: tuple[str, ServedApi, Path]) -> None:
+    kind, api, path = engine_api
+    asked = {"model": path.name, "text": LINES[:3], "max_tokens": 9}
+    answer = httpx.post(f"{api.url}/v1/translate", json=asked, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found = [one["text"] for one in answer.json()["translations"]]
+    if kind == "ctranslate2":
+        assert isinstance(api.scheduler(path.name), EngineScheduler)
+        assert found == open_engine(path, "ctranslate2").translate(LINES[:3], max_new_tokens=9)
+    else:
+        engine = open_engine(path, "torch" if kind == "int8" else "onnx")
+        assert found == engine.translate(LINES[:3], max_new_tokens=9)
+
+
+def test_every_engine_shows_attention_and_streams(engine_api: tuple[str, ServedApi, Path]) -> None:
+    kind, api, path = engine_api
+    body: dict[str, Any] = {"model": path.name, "prompt": TEXT, "max_tokens": 5, "temperature": 0}
+    whole = api.client.completions.create(**body)
+    streamed = "".join(chunk.choices[0].text for chunk in api.client.completions.create(**body, stream=True))
+    assert streamed == whole.choices[0].text
+    asked = body | {"attention": {"kind": "cross", "layers": [0]}}
+    answer = httpx.post(f"{api.url}/v1/completions", json=asked, timeout=60)
+    if kind == "onnx":  # whose graphs were exported without q and k
+        assert answer.status_code == 400, answer.text
+    else:
+        assert sum(answer.json()["choices"][0]["attention"]["weights"][0][0][0]) == pytest.approx(1, abs=1e-5)
+
+
+def test_what_an_engine_does_not_offer_is_refused_by_name(engine_api: tuple[str, ServedApi, Path]) -> None:
+    kind, api, path = engine_api
+    body = {"model": path.name, "prompt": TEXT, "max_tokens": 5, "temperature": 0.5}
+    answer = httpx.post(f"{api.url}/v1/completions", json=body, timeout=60)
+    if kind != "ctranslate2":
+        assert answer.status_code == 200
+        return
+    assert answer.status_code == 400
+    assert "temperature" in answer.json()["error"]["message"]
+    answer = httpx.post(f"{api.url}/v1/completions", json=body | {"temperature": 0, "logprobs": 1}, timeout=60)
+    assert "--engine torch" in answer.json()["error"]["message"]
+    stream = {"stream": True, "temperature": 0, "stop": "x"}
+    assert httpx.post(f"{api.url}/v1/completions", json=body | stream, timeout=60).status_code == 400

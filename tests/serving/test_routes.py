@@ -1,0 +1,182 @@
+"""The API over HTTP: our own routes, attention on request, limits, disconnects, and the end of the server."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import torch
+
+import regard
+from regard.models import Model
+from web.served import picture
+
+from .served_api import TEXT, ServedApi, serving_api
+
+
+def ask(api: ServedApi, route: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{api.url}/v1/{route}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def refused(api: ServedApi, route: str, status: int, **body: Any) -> str:
+    answer = httpx.post(f"{api.url}/v1/{route}", json=body, timeout=60)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("name", ["translator", "recurrent"])
+def test_translate(api: ServedApi, models: dict[str, Model], name: str) -> None:
+    texts = [TEXT, "a dog ran"]
+    found = ask(api, "translate", model=name, text=texts)["translations"]
+    wanted = regard.translate(models[name], texts)
+    assert [one["text"] for one in found] == list(wanted)
+    assert [one["score"] for one in found] == pytest.approx(wanted.scores, abs=1e-4)
+    greedy = ask(api, "translate", model=name, text=TEXT, beams=1)["translations"][0]["text"]
+    assert greedy == regard.translate(models[name], TEXT, beam=1)[0]
+    several = ask(api, "translate", model=name, text=TEXT, beams=3, n=2, max_tokens=6)["translations"][0]
+    two = regard.translate(models[name], TEXT, beam=3, n_best=2, max_new_tokens=6).n_best[0]
+    assert [several["text"], several["alternatives"][0]["text"]] == [text.text for text in two]
+
+
+def test_a_translator_also_completes(api: ServedApi, models: dict[str, Model]) -> None:
+    answer = api.client.completions.create(
+        model="translator", prompt=TEXT, max_tokens=9, extra_body={"beams": 4, "length_penalty": 0.6}
+    )
+    wanted = regard.translate(models["translator"], TEXT, beam=4, length_penalty=0.6, max_new_tokens=9)
+    assert answer.choices[0].text == wanted[0]
+
+
+def test_caption_and_classify(api: ServedApi, models: dict[str, Model]) -> None:
+    found = ask(api, "caption", model="captioner", image=picture())["captions"][0]
+    assert isinstance(found["text"], str)
+    assert found["finish_reason"] in ("stop", "length")
+    results = ask(api, "classify", model="classifier", text=[TEXT, "a dog ran"])["results"]
+    for result, wanted in zip(results, regard.classify(models["classifier"], [TEXT, "a dog ran"]), strict=True):
+        assert result["label"] == wanted.label
+        assert result["probabilities"] == pytest.approx(wanted.all, abs=1e-5)
+    assert ask(api, "classify", model="images", image=picture())["results"][0]["label"] in ("red", "green", "blue")
+
+
+def test_attention_is_that_of_look(api: ServedApi, models: dict[str, Model]) -> None:
+    asked = {"layers": [0, -1], "heads": [1, 3], "tokens": [2, -1]}
+    body: dict[str, Any] = {"model": "speaker", "prompt": TEXT, "max_tokens": 6, "temperature": 0, "attention": asked}
+    choice = ask(api, "completions", **body)["choices"][0]
+    seen = choice["attention"]
+    tokenizer = models["speaker"].processor.tokenizer  # type: ignore[union-attr]
+    wanted = regard.generate(models["speaker"], TEXT, max_new_tokens=6)
+    look = regard.look(models["speaker"], [*tokenizer.encode(TEXT, special=False), *wanted.tokens[0]])
+    rows = [2, len(look.rows()) - 1]
+    for layer, own in zip((0, 1), seen["weights"], strict=True):
+        for head, weights in zip((1, 3), own, strict=True):
+            exact = look.weights(layer=layer, head=head)[rows]
+            assert torch.allclose(torch.tensor(weights), exact, atol=1e-5, rtol=0)
+    assert seen["layers"] == [0, 1]
+    assert seen["tokens"] == rows
+    assert len(seen["columns"]) == len(look.cols())
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "kind"),
+    [
+        ("translate", {"model": "translator", "text": TEXT, "beams": 3}, "cross"),
+        ("caption", {"model": "captioner", "image": picture()}, "cross"),
+        ("classify", {"model": "classifier", "text": TEXT}, "encoder"),
+    ],
+)
+def test_attention_of_every_task(api: ServedApi, route: str, body: dict[str, Any], kind: str) -> None:
+    options = {"kind": kind} if kind == "cross" else {}
+    answer = ask(api, route, **body, attention={"layers": [0], "heads": [0], **options})
+    (entries,) = (answer[name] for name in ("translations", "captions", "results") if name in answer)
+    for row in entries[0]["attention"]["weights"][0][0]:
+        assert sum(row) == pytest.approx(1, abs=1e-5)
+
+
+def test_attention_of_a_stream_comes_last(api: ServedApi) -> None:
+    body = {"model": "speaker", "prompt": TEXT, "max_tokens": 3, "stream": True, "attention": {"layers": [0]}}
+    lines = httpx.post(f"{api.url}/v1/completions", json=body, timeout=60).text.strip().split("\n\n")
+    assert lines[-1] == "data: [DONE]"
+    assert "attention" in json.loads(lines[-2].removeprefix("data: "))["choices"][0]
+
+
+def test_wrong_inputs_are_4xx_and_name_the_field(api: ServedApi) -> None:
+    assert "does not translate" in refused(api, "translate", 400, model="speaker", text=TEXT)
+    assert "does not caption" in refused(api, "caption", 400, model="translator", image=picture())
+    assert "does not classify" in refused(api, "classify", 400, model="speaker", text=TEXT)
+    assert "does not embed" in refused(api, "embeddings", 400, model="images", input=TEXT)
+    assert "base64" in refused(api, "caption", 422, model="captioner", image="?")
+    body: dict[str, Any] = {"model": "speaker", "prompt": TEXT}
+    assert "attention.layers holds 9" in refused(api, "completions", 400, **body, attention={"layers": [9]})
+    assert "weights" in refused(
+        api, "completions", 400, model="speaker", prompt=TEXT * 30, max_tokens=1, attention={}, temperature=0
+    )
+    assert "boolean" in refused(api, "completions", 400, **body, temperature=True)
+    assert "64" in refused(api, "completions", 400, **body, n=65)
+    assert "this server runs" in refused(api, "completions", 400, **body, n=60)
+    assert "empty" in refused(api, "completions", 400, model="speaker", prompt=[""])
+    many = refused(api, "completions", 413, model="speaker", prompt=["a"] * 100_000)
+    assert "strings" in many
+
+
+def test_a_refused_image_leaves_no_traceback_in_the_log(api: ServedApi, caplog: pytest.LogCaptureFixture) -> None:
+    assert "base64" in refused(api, "caption", 422, model="captioner", image="?")
+    assert "image is not one of" in refused(api, "caption", 422, model="captioner", image="AAAA")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_body_without_its_content_type_is_told_so(api: ServedApi) -> None:
+    content = b'{"model": "speaker", "prompt": "a", "max_tokens": 1}'
+    for body, headers in ((content, {}), (b"[]", {"Content-Type": "application/json"})):
+        answer = httpx.post(f"{api.url}/v1/completions", content=body, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].endswith("sent with the header Content-Type: application/json")
+    cut_off = httpx.post(f"{api.url}/v1/completions", content=content[:9], headers={"Content-Type": "application/json"})
+    assert cut_off.json()["error"] == {
+        "message": "the body is not JSON",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[" * 100_000, b'{"model": NaN, "prompt": "a"}', b'{"model":"speaker","temperature":NaN}']
+)
+def test_a_body_that_is_no_request_is_refused_quickly(api: ServedApi, content: bytes) -> None:
+    start = time.perf_counter()
+    answer = httpx.post(f"{api.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert 400 <= answer.status_code < 500
+    assert "message" in answer.json()["error"]
+    assert time.perf_counter() - start < 2  # on a quiet machine a few milliseconds
+
+
+def test_the_explorer_is_at_the_same_port(models: dict[str, Model]) -> None:
+    """Pages and their API beside /v1, each with its own errors; a look meanwhile changes no text."""
+    with (
+        serving_api({"speaker": models["speaker"]}, has_explorer=True) as served,
+        httpx.Client(base_url=served.url, timeout=60) as client,
+    ):
+        assert "<html" in client.get("/").text
+        assert client.get("/static/").status_code == 404
+        (model,) = client.get("/api/models").json()
+        assert model["id"] == client.get("/v1/models").json()["data"][0]["id"] == "speaker"
+        body = {"model": "speaker", "prompt": TEXT, "max_tokens": 12, "temperature": 0}
+        wanted = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        look = {"model": "speaker", "text": TEXT, "variant": {"scale": 3.0}}
+        with ThreadPoolExecutor(4) as pool:
+            looks = [pool.submit(client.post, "/api/looks", json=look) for _ in range(4)]
+            texts = [client.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(4)]
+        assert texts == [wanted] * 4
+        assert [each.result().status_code for each in looks] == [200] * 4
+        assert list(client.get("/nowhere").json()) == ["error"]
+        assert "message" in client.get("/v1/nowhere").json()["error"]
+        assert client.get("/v1/completions").status_code == 405
+    with serving_api({"speaker": models["speaker"]}) as served:
+        assert httpx.get(f"{served.url}/").status_code == 404
