@@ -21,23 +21,24 @@ READING_PATH = _READING.findall(PAGE.read_text(encoding="utf-8"))
 
 @cache
 def sources() -> dict[str, tuple[str, list[str]]]:
-    """Each file's text, and the names of the functions and classes it defines, lower case without underscores."""
+    """Each file's text, and the names of the functions and classes it defines, as snake case."""
     found = {}
     for file in PACKAGE.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         defined = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.ClassDef))
-        found[str(file.relative_to(PACKAGE))] = text, [n.name.lower().replace("_", "") for n in defined]
+        found[str(file.relative_to(PACKAGE))] = text, [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", n.name) for n in defined]
     return found
 
 
 def search(words: str) -> str:
     """The first file found: by the words in its name, then in names it defines, then anywhere in its text."""
-    joined = re.sub(r"[\W_]", "", words.lower())
-    spelled = re.compile(r"[\W_]?".join(re.findall(r"[a-z0-9]+", words.lower())), flags=re.IGNORECASE)
+    # A word starts where no letter precedes it: top_p is not in stopped.
+    spelled = re.compile(r"(?<![a-z])" + r"[\W_]?".join(re.findall(r"[a-z0-9]+", words.lower())), flags=re.IGNORECASE)
 
     def rank(name: str) -> tuple[bool, int, int]:
         text, defined = sources()[name]
-        return joined in Path(name).stem.replace("_", ""), sum(joined in n for n in defined), len(spelled.findall(text))
+        named = sum(bool(spelled.search(n)) for n in defined)
+        return bool(spelled.search(Path(name).stem)), named, len(spelled.findall(text))
 
     return max(sources(), key=rank)
 

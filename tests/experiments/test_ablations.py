@@ -12,7 +12,7 @@ import torch
 
 import regard
 from regard.cli import main
-from regard.config import MIXERS, mixers
+from regard.config import MIXERS
 from regard.errors import UsageError
 from regard.experiments.ablations import (
     AXES,
@@ -26,6 +26,7 @@ from regard.experiments.ablations import (
 )
 from regard.experiments.sweep_cell import token_by_token_loss
 from regard.experiments.sweep_spec import Sweep, read_grid, settings
+from regard.foundation.plugins import MIXERS_VARIABLE
 from regard.models.build import build
 from regard.training.loss import Batch, Objective, shift_targets
 
@@ -172,7 +173,7 @@ test = "a.tsv"
 
 def test_a_grid_may_name_a_mechanism_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(mixers.VARIABLE, "")
+    monkeypatch.setenv(MIXERS_VARIABLE, "")
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "gridded.py").write_text("from regard.attention.mechanisms import Dot\n\nclass Mine(Dot):\n    pass\n")
     (tmp_path / "mine.toml").write_text('recipe = "en-ko"\n[grid]\n"model.mixer" = ["dot", "gridded:Mine"]\n')

@@ -122,7 +122,7 @@ def test_hangul_has_glyphs_or_one_sentence_says_that_it_has_none(seen: Look, tmp
     assert len(said) == bool(missing)
     assert found[0] == "DejaVu Sans"
     if not missing:
-        letters = {x for name in found for x in plotting._letters(name)}
+        letters = {x for name in found for x in plotting._characters(name)}
         assert set("고양이") <= letters
 
 

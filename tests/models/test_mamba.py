@@ -170,7 +170,7 @@ def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], message: str) -
 
 
 def test_it_is_not_written_as_onnx() -> None:
-    with pytest.raises(RegardError, match="mixer='mamba2' keeps a state"):
+    with pytest.raises(RegardError, match="mixer='mamba2' has a recurrent state"):
         graphs_of(model_of())
 
 

@@ -162,7 +162,7 @@ def test_minilm_as_sentence_transformers_has_it(minilm: Path, tmp_path: Path) ->
         ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case"),
         ("sentence_bert_config.json", {"max_seq_length": -3}, "embed_len"),
         ("modules.json", [{"type": "sentence_transformers.models.Dense"}], "Dense"),
-        ("modules.json", {}, "no list of steps"),
+        ("modules.json", {}, "is not a list of steps"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(tmp_path: Path, name: str, change: Any, message: str) -> None:

@@ -257,7 +257,7 @@ def test_the_backends_of_a_mixer_are_those_that_compute_it(name: str) -> None:
 def test_a_mixer_of_whole_texts_takes_no_cache(mixer: str) -> None:
     config = ModelConfig(architecture="decoder", causal=False, mixer=mixer, d_model=24, d_ff=32, vocab_size=31)
     model = build(config).eval()
-    with pytest.raises(ValueError, match=f"mixer='{mixer}' mixes all tokens at once, so a cache cannot stand for"):
+    with pytest.raises(ValueError, match=f"mixer='{mixer}' mixes all tokens at once, so a cache cannot replace"):
         model(torch.ones(1, 3, dtype=torch.long), cache=model.new_cache())
 
 
