@@ -267,7 +267,7 @@ def test_both_languages_say_the_same_things() -> None:
         names = [{name for _, name, _, _ in Formatter().parse(text) if name is not None} for text in texts.values()]
         assert names[0] == names[1], key
         assert re.search("[가-힣]", texts["ko"]), key
-    with pytest.raises(ValueError, match="none of en, ko"):
+    with pytest.raises(ValueError, match="is not one of en, ko"):
         DemoTexts("de")
 
 

@@ -134,6 +134,7 @@ def _limited(kind: int, room: int, words: Sequence[str], told: Path) -> None:
     """In a process of its own: `regard WORDS` with so much room for more descriptors, or bytes of memory."""
     torch.set_num_threads(1)
     main(["info", words[1]])  # imports take more than what is tried here
+    sys.stdout.flush()  # else it is written to the file below, after what the command says
     handle = os.open(told, os.O_WRONLY | os.O_CREAT)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
