@@ -18,12 +18,16 @@ from .weight_steps import Drop, Join, Rename, Step, Tensors, Tie
 
 
 class ForeignFields:
-    """A Hugging Face config.json, read field by field. An unsupported value raises an error, it is never ignored."""
+    """A Hugging Face config.json, read field by field. An unsupported value raises an error, it is never ignored.
+
+    A field that is absent has the default of its model type, which may differ from what null means: a Mistral without
+    ``sliding_window`` has a window of 4096 tokens, one with null has none.
+    """
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = fields
-        self.architecture: str = (fields.get("architectures") or [""])[0]
         self.model_type: str = fields.get("model_type", "")
+        self.fields = {**_ABSENT.get(self.model_type, {}), **fields}
+        self.architecture: str = (fields.get("architectures") or [""])[0]
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a field; ``default`` if it is missing or null."""
@@ -86,6 +90,7 @@ NEEDED = object()  # the default of a required field
 Fields = Mapping[str, tuple[str, Any]]  # their field → (our field, its default)
 
 _NAMES = tomllib.loads((files(__package__) / "families" / "names.toml").read_text(encoding="utf-8"))
+_ABSENT: dict[str, dict[str, Any]] = _NAMES["absent"]  # model type → values of absent fields
 
 
 def field_names(*tables: str) -> Fields:

@@ -105,8 +105,8 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
         flags = theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
         rotated = tuple(layer for layer, flag in enumerate(flags) if flag)
         ours["rope_layers"] = None if len(rotated) == n_layers else rotated
-    if kind == "exaone4" and ours["window"] is not None:
-        ours["rope_layers"] = ours["window_layers"]
+    if kind == "exaone4" and theirs.get("sliding_window") is not None:
+        ours["rope_layers"] = () if ours["window"] is None else ours["window_layers"]
     if kind in _WITH_EXPERTS:
         for name, only in (("router_jitter_noise", 0.0), ("decoder_sparse_step", 1), ("clip_qkv", None)):
             theirs.only(name, only)
@@ -217,8 +217,7 @@ def read_rope(theirs: hf.ForeignFields, fraction: float | None = None) -> dict[s
     share = fields.get("partial_rotary_factor", theirs.get("partial_rotary_factor", fraction or 1.0))
     if fraction is None and share != 1.0:
         raise ValueError(f"config.json has partial_rotary_factor={share}; regard supports 1.0 for {theirs.model_type}")
-    default = 150000.0 if theirs.model_type == "gpt_oss" else 10000.0
-    base = fields.get("rope_theta", theirs.get("rope_theta", default))
+    base = fields.get("rope_theta", theirs.get("rope_theta", 10000.0))
     ours = {"rope_base": base, "rope_fraction": share, "rope_scaling": _read_scaling(theirs, fields)}
     # Without windowed layers, their RoPE base is irrelevant.
     windowed = local is not None and _read_window(theirs, _LINE[theirs.model_type], theirs.need("num_hidden_layers"))[0]
@@ -283,8 +282,9 @@ def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, A
     }
     if member.can_have_window:
         fields["sliding_window"] = config.window
-        if kind == "gpt_oss" and config.window is None:
-            fields["sliding_window"] = 128  # gpt_oss needs a number even if no layer has a window
+        # gpt_oss needs a number even if no layer has a window; exaone4 has positions everywhere without a number.
+        if config.window is None and (kind == "gpt_oss" or config.rope_layers == ()):
+            fields["sliding_window"] = 128
     return fields
 
 
