@@ -265,7 +265,7 @@ def test_older_spellings_mean_the_same() -> None:
 
 @pytest.mark.parametrize("model_type", BY_TYPE)
 def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> None:
-    """Their own config class fills in what a file lacks; ids of tokens and numbers of key heads are left to the file."""
+    """As their config class fills them in; without bos and eos tokens and the number of key heads."""
     full = hf.AutoConfig.for_model(model_type).to_dict()
     full |= {name: full.get(name) or 1 for name in ("eos_token_id", "bos_token_id", "decoder_start_token_id")}
     absent = {"sliding_window", "layer_types", "use_sliding_window", "rope_parameters", "scale_embedding"}
