@@ -61,13 +61,7 @@ def read_bert(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write_bert(config: ModelConfig, classes: Mapping[str, str] = _BERT_CLASSES) -> dict[str, Any]:
-    return {
-        "model_type": "bert",
-        **hf.write_head(config, classes),
-        **hf.write_fields(config, _FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
-        "classifier_dropout": config.classifier_dropout,
-    }
+    return hf.write_encoder(config, "bert", classes, _FIELDS) | {"classifier_dropout": config.classifier_dropout}
 
 
 def bert_steps(config: ModelConfig) -> list[Step]:
@@ -180,10 +174,7 @@ def write_big_bird(config: ModelConfig) -> dict[str, Any]:
     if config.sparsity not in kinds or (config.head != "none" and config.pooler != "tanh"):
         raise ValueError(f"sparsity={config.sparsity!r} with pooler={config.pooler!r} is not a BigBird")
     return {
-        "model_type": "big_bird",
-        **hf.write_head(config, _BIG_BIRD_CLASSES),
-        **hf.write_fields(config, _BIG_BIRD_FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
+        **hf.write_encoder(config, "big_bird", _BIG_BIRD_CLASSES, _BIG_BIRD_FIELDS),
         "attention_type": kinds[config.sparsity],
         "block_size": config.sparsity_size,
         "num_random_blocks": config.sparsity_repeats,
@@ -213,14 +204,8 @@ def read_albert(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write_albert(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "model_type": "albert",
-        **hf.write_head(config, _ALBERT_CLASSES),
-        **hf.write_fields(config, _ALBERT_FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
-        "num_hidden_groups": 1,
-        "inner_group_num": 1,
-    }
+    fields = hf.write_encoder(config, "albert", _ALBERT_CLASSES, _ALBERT_FIELDS)
+    return fields | {"num_hidden_groups": 1, "inner_group_num": 1}
 
 
 def albert_steps(config: ModelConfig) -> list[Step]:
@@ -260,12 +245,7 @@ def read_distilbert(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write_distilbert(config: ModelConfig) -> dict[str, Any]:
-    fields = {
-        "model_type": "distilbert",
-        **hf.write_head(config, _DISTILBERT_CLASSES),
-        **hf.write_fields(config, _DISTILBERT_FIELDS),
-        "activation": hf.from_our_activation(config.activation),
-    }
+    fields = hf.write_encoder(config, "distilbert", _DISTILBERT_CLASSES, _DISTILBERT_FIELDS, activation="activation")
     fields.pop("has_pooler", None)
     return fields
 
@@ -350,12 +330,7 @@ def read_fnet(theirs: hf.ForeignFields) -> ModelConfig:
 def write_fnet(config: ModelConfig) -> dict[str, Any]:
     if config.head == "masked-lm" and config.pooler != "tanh":
         raise ValueError(f"pooler={config.pooler!r}: an FNet with a masked-token head has a tanh pooler")
-    return {
-        "model_type": "fnet",
-        **hf.write_head(config, _FNET_CLASSES),
-        **hf.write_fields(config, _FNET_FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
-    }
+    return hf.write_encoder(config, "fnet", _FNET_CLASSES, _FNET_FIELDS)
 
 
 def fnet_steps(config: ModelConfig) -> list[Step]:

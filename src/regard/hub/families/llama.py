@@ -141,7 +141,6 @@ def _read_common(theirs: hf.ForeignFields, member: Member) -> dict[str, Any]:
         **ours,
         **{"d_head": theirs.get("head_dim", ours["d_model"] // ours["n_heads"]), "positions": "rope"},
         **{"window": window, "window_layers": window_layers, "activation": _GATED[activation]},
-        "eos_id": theirs.token_id("eos_token_id"),
         **member.features,
     }
 
@@ -277,7 +276,6 @@ def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, A
         "num_key_value_heads": config.n_kv_heads or config.n_heads,
         "head_dim": config.head_width,
         "hidden_activation" if kind in _CAPPED else "hidden_act": hf.from_our_activation(gates[config.activation]),
-        "eos_token_id": config.eos_id,
         "rope_parameters": write_rope(config),
     }
     if member.can_have_window:

@@ -55,7 +55,6 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
         embedding_dropout=ours["dropout"],
         activation_dropout=ours["dropout"],
         bos_id=theirs.get("decoder_start_token_id", ours["pad_id"]),
-        eos_id=theirs.token_id("eos_token_id"),
     )
 
 
