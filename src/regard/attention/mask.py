@@ -67,9 +67,11 @@ class Mask:
 
     def _with_parts(self, kind: Any, change: Callable[[Any], Any]) -> Mask:
         """The same mask with ``change`` applied to its fields of this kind."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)} if is_dataclass(self) else {}
+        if not is_dataclass(self):
+            return self
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: dict[str, Any] = {name: change(x) for name, x in values.items() if isinstance(x, kind)}
-        return replace(self, **changed) if changed else self  # type: ignore[type-var]
+        return replace(self, **changed) if changed else self
 
     def __and__(self, other: object) -> Mask:
         return And(self, other) if isinstance(other, Mask) else NotImplemented

@@ -49,7 +49,7 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
         positions_skip_padding=kind == "m2m_100",
         embedding_norm=learned,
         norm_place="pre" if pre_norm else "post",
-        activation=theirs.activation("activation_function", "relu" if kind == "m2m_100" else "gelu"),
+        activation=theirs.activation("activation_function", "gelu"),
         head_bias=head == "lm" and kind != "m2m_100" and theirs.get("final_logits_bias", True),
         embedding_dropout=ours["dropout"],
         bos_id=theirs.get("decoder_start_token_id", theirs.get("bos_token_id")),

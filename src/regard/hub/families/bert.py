@@ -21,6 +21,7 @@ from ..weight_steps import Step
 _FIELDS = hf.field_names("encoder", "bert")
 _QKV = [f"attention.self.{x}" for x in hf.QUERY_KEY_VALUE]
 _BERT_CLASSES = hf.encoder_classes("Bert")
+_WITHOUT_POOLER = ("masked-lm", "span", "tag")  # heads that do not read it, though a file may still hold it
 _BERT_MASKED = [f"cls.predictions.{x}" for x in ("transform.dense", "transform.LayerNorm", "decoder", "bias")]
 # XLM-R and CamemBERT are RoBERTa under other class names; they are saved as RoBERTa.
 _ROBERTA_CLASSES = hf.encoder_classes("Roberta", "XLMRoberta", "Camembert")
@@ -66,7 +67,7 @@ def write_bert(config: ModelConfig, classes: Mapping[str, str] = _BERT_CLASSES) 
 
 def bert_steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "bert."
-    has_no_pooler = config.head in ("masked-lm", "span")
+    has_no_pooler = config.head in _WITHOUT_POOLER
     return [
         *hf.OLD_NORMS,
         *(hf.drop_modules(f"{prefix}pooler.dense", "cls.seq_relationship") if has_no_pooler else []),
@@ -214,7 +215,7 @@ def albert_steps(config: ModelConfig) -> list[Step]:
     layer = f"{prefix}encoder.albert_layer_groups.0.albert_layers.0."
     qkv = [f"attention.{x}" for x in hf.QUERY_KEY_VALUE]
     pooler = hf.modules({"pooler": "pooler.dense"}) if config.head == "none" else []
-    if config.head in ("masked-lm", "span"):
+    if config.head in _WITHOUT_POOLER:
         pooler = hf.drop_modules(f"{prefix}pooler", "sop_classifier.classifier")
     return [
         *hf.OLD_NORMS,

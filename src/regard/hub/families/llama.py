@@ -97,9 +97,8 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     if kind in _CAPPED:
         scalar = theirs.get("query_pre_attn_scalar", 256)
         ours["attention_scale"] = None if scalar == ours["d_head"] else 1 / math.sqrt(scalar)
-        has_caps = kind == "gemma2"  # by default
-        ours["score_cap"] = theirs.fields.get("attn_logit_softcapping", 50.0 if has_caps else None)
-        ours["logit_cap"] = theirs.fields.get("final_logit_softcapping", 30.0 if has_caps else None)
+        ours["score_cap"] = theirs.get("attn_logit_softcapping")
+        ours["logit_cap"] = theirs.get("final_logit_softcapping")
     if kind == "smollm3":
         n_layers, interval = ours["n_layers"], theirs.get("no_rope_layer_interval", 4)
         flags = theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
@@ -117,7 +116,7 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     if is_oss:
         theirs.only("hidden_act", "silu")  # in fact the gate given by swiglu_alpha and swiglu_limit
         theirs.only("swiglu_alpha", 1.702)
-    bias = theirs.get("attention_bias", is_oss)
+    bias = theirs.get("attention_bias", False)
     ours |= {"qkv_bias": kind == "qwen2" or bias, "out_bias": kind != "qwen2" and bias}
     return ModelConfig(**ours, ff_bias=is_oss or theirs.get("mlp_bias", False))
 
