@@ -255,6 +255,13 @@ def fields_of(name: str) -> dict[str, Any]:
 def test_older_spellings_mean_the_same() -> None:
     neox = fields_of("gpt_neox") | {"rope_parameters": None, "rotary_pct": 0.75, "rotary_emb_base": 100.0}
     assert BY_TYPE["gpt_neox"].read(ForeignFields(neox)) == read("gpt_neox")
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi3 = fields_of("phi3") | {"original_max_position_embeddings": 8, "rope_parameters": None, "rope_theta": 10000.0}
+    kinds = [phi3 | {"rope_scaling": {"type": kind, **factors}} for kind in ("longrope", "su", "yarn")]
+    longrope, *older = (BY_TYPE["phi3"].read(ForeignFields(fields)) for fields in kinds)
+    assert longrope.rope_scaling is not None
+    assert longrope.rope_scaling.kind == "longrope"
+    assert older == [longrope, longrope]
     gemma = fields_of("gemma3_text turned by two bases")
     gemma |= {"rope_parameters": None, "rope_theta": 300.0, "rope_local_base_freq": 50.0}
     gemma["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}

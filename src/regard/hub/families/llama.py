@@ -224,6 +224,8 @@ def read_rope(theirs: hf.ForeignFields, fraction: float | None = None) -> dict[s
 
 def _read_scaling(theirs: hf.ForeignFields, fields: dict[str, Any]) -> RopeScalingConfig | None:
     kind = fields.get("rope_type", fields.get("type", "default"))
+    if theirs.model_type == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # its names in the first files of Phi-3
     if kind == "default":
         return None
     if kind not in _SCALING_FIELDS:
