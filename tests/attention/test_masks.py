@@ -458,3 +458,15 @@ def test_a_float_mask_keeps_its_gradient_adds_to_a_bias_and_gives_no_nan() -> No
     assert gradient.abs().sum() > 0
     nothing = attend(q, k, v, mask=torch.full((3, 4), -torch.inf, dtype=torch.float64)).output
     assert torch.equal(nothing, torch.zeros_like(nothing))
+
+
+def test_a_combined_mask_takes_the_length_for_its_parts() -> None:
+    ends, causal = masks.end_blocks(2), masks.causal()
+    dense = ends.for_length(16).dense(16)
+    assert not dense.all()
+    for combined, expected in (
+        (ends & causal, dense & causal.dense(16)),
+        (~(ends | causal), ~(dense | causal.dense(16))),
+    ):
+        assert torch.equal(combined.for_length(16).dense(16), expected)
+        assert torch.equal(combined.dense(16), expected)

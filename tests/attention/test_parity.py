@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.attention import Additive, Concat, Dot, General, MultiHeadAttention, XLRelative, attend, masks
-from regard.attention.biases import T5Bias
+from regard.attention.biases import Alibi, T5Bias
 from regard.attention.masks import Mask
 from regard.layers import Rope
 
@@ -306,3 +306,14 @@ def test_luong(backend: str, steps: int, kind: str) -> None:
     }[kind]
     with torch.no_grad():
         close(attend(q, k, v, mechanism=mechanism, backend=backend).output, loop_over(score, q, k, v))
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal()], ids=str)
+def test_sinks_and_a_bias_under_autocast(mask: Mask | None) -> None:
+    """On a CPU, sdpa computes short bf16 rows that train in fp32, with the bias in the same dtype."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 8, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    options: dict[str, Any] = {"mask": mask, "bias": Alibi(4), "sinks": torch.linspace(-1, 1, 4)}
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [attend(q, k, v, backend=backend, **options).output for backend in ("sdpa", "reference")]
+    torch.testing.assert_close(*outputs, atol=2e-2, rtol=2e-2)

@@ -108,6 +108,35 @@ def test_other_mixers_cost_what_torch_counts(mixer: str) -> None:
     assert sum(part.forward for part in count(config, 2, 24)) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
+IMAGES: dict[str, Any] = {**TINY, "source": "image", "image_size": 16, "patch_size": 4, "positions": "learned"}
+WRITER: dict[str, Any] = {**TINY, "architecture": "decoder", "norm_place": "pre", "d_model": 48}
+READERS: dict[str, dict[str, Any]] = {
+    "resampler": {"architecture": "encoder-decoder", "resampler_tokens": 3},
+    "language model of another width": {"architecture": "encoder-decoder", "text_model": WRITER, "resampler_tokens": 3},
+    "map": {"architecture": "encoder", "head": "classify", "n_classes": 5, "pooling": "map"},
+    "clip": {
+        "architecture": "two-tower",
+        "head": "none",
+        "d_shared": 12,
+        "text_model": {**WRITER, "head": "none", "pooling": "end"},
+    },
+    "siglip": {"architecture": "two-tower", "head": "none", "pooling": "map", "contrast": "sigmoid"},
+}
+READERS["siglip"]["text_model"] = {**WRITER, "architecture": "encoder", "head": "none", "pooling": "last"}
+READERS["siglip"]["text_model"]["d_model"] = TINY["d_model"]
+
+
+@pytest.mark.parametrize("fields", READERS.values(), ids=READERS)
+def test_what_reads_an_image_costs_what_torch_counts(fields: dict[str, Any]) -> None:
+    config = ModelConfig(**IMAGES | fields, attention_backend="reference")
+    if config.text_model is not None:
+        config = config.with_(text_model=config.text_model.with_(attention_backend="reference"))
+    model = build(config, device="meta").eval()
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs_of(config, 2, 24, 24, "meta"))
+    assert sum(part.forward for part in count(config, 2, 24)) == pytest.approx(counter.get_total_flops(), rel=1e-9)
+
+
 @pytest.mark.parametrize("length", [24, 130])
 @pytest.mark.parametrize("architecture", ["encoder", "decoder"])
 @pytest.mark.parametrize(("mixer", "features"), [("linear", 8), ("performer", 12)])

@@ -17,8 +17,10 @@ from tokenizers import decoders, models, normalizers
 import regard
 from models.small import shaken, small
 from regard import cli
+from regard.config import RopeScalingConfig
 from regard.errors import BadModelFile
 from regard.export import export, open_engine
+from regard.hub import gguf_file
 from regard.hub.gguf_file import GgufDirectory, gguf_obstacles, write_gguf
 from regard.models import Model, build
 from regard.text.chat import PLAIN
@@ -203,6 +205,29 @@ def test_a_damaged_file_is_a_bad_model_file(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").write_bytes(changed)
     with pytest.raises(BadModelFile, match="architecture 'mamba'; regard reads llama, qwen2, qwen3"):
         regard.load(tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize(
+    ("added", "scaling"),
+    [
+        ({"llama.rope.scaling.factor": 4.0}, RopeScalingConfig(kind="linear", factor=4.0)),
+        ({"llama.rope.scale_linear": 2.0}, RopeScalingConfig(kind="linear", factor=2.0)),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "rope.scaling.attn_factor=1.5; regard supports 1.0"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count=8; regard supports 16"),
+    ],
+)
+def test_positions_are_read_as_llama_cpp_reads_them(
+    added: dict[str, Any], scaling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = gguf_file.gguf_fields(writer())
+    monkeypatch.setattr(gguf_file, "gguf_fields", lambda model: {**fields, **added})
+    write_gguf(writer(), tmp_path / "model.gguf")
+    if isinstance(scaling, str):
+        with pytest.raises(BadModelFile, match=scaling):
+            regard.load(tmp_path / "model.gguf")
+    else:
+        assert regard.load(tmp_path / "model.gguf").config.rope_scaling == scaling
 
 
 # ------------------------------------------------------------------------------------- tokenizers

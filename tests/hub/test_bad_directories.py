@@ -190,6 +190,7 @@ def test_quantised(folder: Path) -> None:
         ({"architectures": {"a": 1}}, "config.json"),
         ({"architectures": 5}, "config.json"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ({"is_causal": False}, "is_causal=False"),
         ({"resid_pdrop": 3}, "dropout=3"),
         ({"regard": 5}, "'regard' as a int"),
         ({"regard": {"d_modle": 5}}, "did you mean 'd_model'?"),

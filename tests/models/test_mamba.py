@@ -10,6 +10,7 @@ import torch
 import regard
 from regard.attention.selective_scan import Mamba, scan_selective, scan_selective_recurrent
 from regard.attention.state_space import Mamba2, StateSpaceCache, scan_chunked, scan_recurrent
+from regard.attention.taps import record
 from regard.config import ModelConfig
 from regard.errors import RegardError
 from regard.export.onnx_graphs import graphs_of
@@ -121,6 +122,18 @@ def test_beams_and_texts_of_unlike_lengths() -> None:
     together = regard.generate(model, [[5, 6, 7, 8], [9, 10]], max_new_tokens=6, beam=3)
     alone = [regard.generate(model, [prompt], max_new_tokens=6, beam=3) for prompt in ([5, 6, 7, 8], [9, 10])]
     assert [own[0].tokens for own in together.hypotheses] == [own.hypotheses[0][0].tokens for own in alone]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mixer", ["mamba", "mamba2"])
+def test_recorded_weights_do_not_cross_documents(mixer: str) -> None:
+    sizes = {"n_heads": 48, "d_head": 1} if mixer == "mamba" else {}
+    model, tokens = model_of(mixer=mixer, **sizes), torch.randint(3, 31, (1, 12))
+    with record(model) as recorder:
+        model(tokens, documents=torch.tensor([[0] * 5 + [1] * 7]))
+    weights = recorder.map("decoder.blocks.1.attention").tile(slice(None), slice(None))[0]  # (H, T, T)
+    assert weights[:, 5:, 5:].any()
+    assert not weights[:, 5:, :5].any()
 
 
 @torch.no_grad()

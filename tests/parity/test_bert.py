@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AlbertConfig,
+    AlbertForTokenClassification,
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
     BertForSequenceClassification,
+    BertForTokenClassification,
     BertModel,
     PreTrainedModel,
 )
@@ -116,6 +119,16 @@ def test_an_old_file_with_everything_of_the_pretraining(tmp_path: Path) -> None:
     old["cls.predictions.decoder.weight"][3, 3] += 1.0
     with pytest.raises(ValueError, match=r"decoder\.weight and .*word_embeddings\.weight are tied"):
         ours_of(pair.fields, old)
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert"])
+def test_an_old_tagger_still_has_its_pooler(kind: str, tmp_path: Path) -> None:
+    config = BertConfig(**SIZES) if kind == "bert" else AlbertConfig(**SIZES, embedding_size=16)
+    theirs = tiny(BertForTokenClassification if kind == "bert" else AlbertForTokenClassification, config)
+    pair = twins(theirs, tmp_path)
+    name = "bert.pooler.dense" if kind == "bert" else "albert.pooler"
+    old = pair.tensors | {f"{name}.weight": torch.ones(24, 24), f"{name}.bias": torch.ones(24)}
+    same_tensors(ours_of(pair.fields, old).state_dict(), pair.ours.state_dict())
 
 
 def test_the_bias_that_an_untied_head_reads(tmp_path: Path) -> None:

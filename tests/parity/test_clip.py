@@ -12,6 +12,7 @@ from transformers import CLIPConfig, CLIPModel, PreTrainedConfig, PreTrainedMode
 
 from regard.config import ModelConfig
 from regard.hub import write_config
+from regard.hub.config_diff import differences
 from regard.hub.families import BY_TYPE
 from regard.hub.hf_family import ForeignFields
 from regard.lens import look
@@ -104,6 +105,16 @@ def test_missing_fields_mean_their_defaults(case: str) -> None:
     full, short = (BY_TYPE[case].read(ForeignFields(x)) for x in (config.to_dict(), {"model_type": case}))
     assert full.text_model is not None
     assert full.with_(init_std=None, text_model=full.text_model.with_(init_std=None)) == short
+
+
+def test_older_files_have_their_sections_twice() -> None:
+    """CLIPConfig takes text_config_dict and vision_config_dict for the sections, with defaults for what they lack."""
+    fields: dict[str, Any] = {"text_config": {"hidden_size": 64, "num_hidden_layers": 3}, "vision_config": {}}
+    fields |= {"text_config_dict": {"num_hidden_layers": 5}, "vision_config_dict": {"patch_size": 16}}
+    meant = BY_TYPE["clip"].read(ForeignFields(CLIPConfig(**fields).to_dict()))
+    config = BY_TYPE["clip"].read(ForeignFields({**fields, "model_type": "clip"}))
+    assert (config.text_tower.n_layers, config.text_tower.d_model, config.patch_size) == (5, 512, 16)
+    assert not differences(config, meant)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,11 @@ CASES: dict[str, Case] = {
         hf.Exaone4Config,
         {**SIZES, **GROUPED, **NO_WINDOWS},
     ),
+    "exaone4 window in no layer": (
+        hf.Exaone4ForCausalLM,
+        hf.Exaone4Config,
+        {**SIZES, **GROUPED, **WINDOWS, "layer_types": ["full_attention"] * 3},
+    ),
     "olmo3": (hf.Olmo3ForCausalLM, hf.Olmo3Config, {**SIZES, **GROUPED, **WINDOWS}),
     "olmo3 stretched": (
         hf.Olmo3ForCausalLM,
@@ -250,12 +255,32 @@ def fields_of(name: str) -> dict[str, Any]:
 def test_older_spellings_mean_the_same() -> None:
     neox = fields_of("gpt_neox") | {"rope_parameters": None, "rotary_pct": 0.75, "rotary_emb_base": 100.0}
     assert BY_TYPE["gpt_neox"].read(ForeignFields(neox)) == read("gpt_neox")
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    phi3 = fields_of("phi3") | {"original_max_position_embeddings": 8, "rope_parameters": None, "rope_theta": 10000.0}
+    kinds = [phi3 | {"rope_scaling": {"type": kind, **factors}} for kind in ("longrope", "su", "yarn")]
+    longrope, *older = (BY_TYPE["phi3"].read(ForeignFields(fields)) for fields in kinds)
+    assert longrope.rope_scaling is not None
+    assert longrope.rope_scaling.kind == "longrope"
+    assert older == [longrope, longrope]
     gemma = fields_of("gemma3_text turned by two bases")
     gemma |= {"rope_parameters": None, "rope_theta": 300.0, "rope_local_base_freq": 50.0}
     gemma["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
     assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)) == read("gemma3_text turned by two bases")
     gemma = {**gemma, "layer_types": None, "sliding_window_pattern": 2, "num_hidden_layers": 3}
     assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)).window_layers == (0, 2)
+
+
+@pytest.mark.parametrize("model_type", BY_TYPE)
+def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> None:
+    """As their config class fills them in; without bos and eos tokens and the number of key heads."""
+    full = hf.AutoConfig.for_model(model_type).to_dict()
+    full |= {name: full.get(name) or 1 for name in ("eos_token_id", "bos_token_id", "decoder_start_token_id")}
+    absent = {"sliding_window", "layer_types", "use_sliding_window", "rope_parameters", "scale_embedding"}
+    absent |= {"pad_token_id"} & full.keys() if model_type in ("bart", "mbart", "m2m_100", "marian") else set()
+    absent -= {"rope_parameters"} if model_type == "gpt_oss" else set()  # required: its default is a scaled RoPE
+    family = BY_TYPE[model_type]
+    whole = family.read(ForeignFields(full))
+    assert family.read(ForeignFields({name: x for name, x in full.items() if name not in absent})) == whole
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,9 @@ def test_a_run_starts_from_an_adapter(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "has peft_type='IA3'; regard reads LORA"),
         ({"use_dora": True}, "has use_dora=True, which regard does not read"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "has layer_replication=.*, which regard does not read"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa', which regard does not read"),
+        ({"alpha_pattern": {".*q_proj": 12}}, "has alpha_pattern=.*, which regard does not read"),
         ({"base_model_name_or_path": "gpt2"}, "is for another model"),
     ],
 )

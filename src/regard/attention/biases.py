@@ -53,8 +53,10 @@ class Bias(nn.Module):
     ) -> tuple[Tensor, Tensor] | None:
         """Add the gradients of the operands to ``d_operands``; return those of q and k if the bias reads them.
 
-        Default: autograd.
+        Along diagonals if the tile has consecutive distances and the bias depends on them; otherwise by autograd.
         """
+        if (distances := self._tile_distances(rows, cols, frame)) is not None:
+            return self._diagonals_backward(distances, operands, q, k, d_tile, d_operands)
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
             tile = self.tile(rows, cols, frame, tuple(inputs[2:]), inputs[0], inputs[1])
@@ -65,6 +67,16 @@ class Bias(nn.Module):
         for total, grad in zip(d_operands, grads[2:], strict=True):
             total += grad
         return (grads[0], grads[1]) if self.reads_content else None
+
+    def _tile_distances(self, rows: Span, cols: Span, frame: Frame) -> slice | None:
+        """The R + C - 1 distances of a tile as a slice of all distances; None if the bias does not read them so."""
+        return None
+
+    def _diagonals_backward(
+        self, distances: slice, operands: Operands, q: Tensor, k: Tensor, d_tile: Tensor, d_operands: list[Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """``tile_backward`` for a tile with consecutive distances."""
+        raise NotImplementedError
 
     def dense(self, frame: Frame, q: Tensor, k: Tensor) -> Tensor:
         """The whole bias, broadcastable to (B, H, T, S)."""
@@ -210,36 +222,12 @@ class DistanceBias(Bias):
     def check(self, frame: Frame) -> None:
         _check_heads(self, self.n_heads, frame)
 
-    @staticmethod
-    def _tile_distances(rows: Span, cols: Span, frame: Frame) -> slice | None:
-        """The R + C - 1 distances of a tile as a slice of all distances; None if they are not consecutive."""
+    def _tile_distances(self, rows: Span, cols: Span, frame: Frame) -> slice | None:
         row_range, col_range = as_range(rows, frame.n_queries), as_range(cols, frame.n_keys)
         if frame.steady is None or row_range is None or col_range is None:
             return None
         start = col_range[0] + frame.n_queries - row_range[1]
         return slice(start, start + row_range[1] - row_range[0] + col_range[1] - col_range[0] - 1)
-
-    def tile_backward(
-        self,
-        rows: Span,
-        cols: Span,
-        frame: Frame,
-        operands: Operands,
-        q: Tensor,
-        k: Tensor,
-        d_tile: Tensor,
-        d_operands: list[Tensor],
-    ) -> tuple[Tensor, Tensor] | None:
-        distances = self._tile_distances(rows, cols, frame)
-        if distances is None:
-            return super().tile_backward(rows, cols, frame, operands, q, k, d_tile, d_operands)
-        return self._diagonals_backward(distances, operands, q, k, d_tile, d_operands)
-
-    def _diagonals_backward(
-        self, distances: slice, operands: Operands, q: Tensor, k: Tensor, d_tile: Tensor, d_operands: list[Tensor]
-    ) -> tuple[Tensor, Tensor] | None:
-        """``tile_backward`` for a tile with consecutive distances."""
-        raise NotImplementedError
 
 
 class RelativeBias(DistanceBias):

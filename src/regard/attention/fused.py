@@ -75,7 +75,7 @@ def _sdpa_with_sinks(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, **opt
     causal = call.bias is None and is_square_causal(call.mask, call.frame)
     mask = None
     if not causal and (call.bias is not None or not sees_everything(call.mask, call.frame)):
-        mask = _combine_mask_and_bias(call, call.allowed(), call.q, call.k)
+        mask = _combine_mask_and_bias(call, call.allowed(), q, k)
         assert mask is not None
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
     sinks = call.sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)

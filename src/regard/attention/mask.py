@@ -6,7 +6,7 @@ FlexAttention's ``mask_mod`` are derived from it; the block plan from ``bounds``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -52,22 +52,26 @@ class Mask:
         """The whole matrix (B, H, T, S) in the default frame."""
         n_keys = n_queries if n_keys is None else n_keys
         frame = Frame.aligned(n_batch, n_heads, n_queries, n_keys)
-        return self.tile(ALL, ALL, frame).expand(n_batch, n_heads, n_queries, n_keys)
+        return self.for_length(n_keys).tile(ALL, ALL, frame).expand(n_batch, n_heads, n_queries, n_keys)
 
     def check(self, frame: Frame) -> None:
         """Raise if a tensor stored in the mask does not fit this frame."""
 
     def for_length(self, length: int) -> Mask:
         """The mask for a sequence of this length; most masks do not depend on it."""
-        return self
+        return self._with_parts(Mask, lambda part: part.for_length(length))
 
     def to(self, device: torch.device | str) -> Mask:
         """The same mask with its tensors on another device."""
+        return self._with_parts(Mask | Tensor, lambda part: part.to(device))
+
+    def _with_parts(self, kind: Any, change: Callable[[Any], Any]) -> Mask:
+        """The same mask with ``change`` applied to its fields of this kind."""
         if not is_dataclass(self):
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Mask | Tensor)}
-        return replace(self, **moved) if moved else self
+        changed: dict[str, Any] = {name: change(x) for name, x in values.items() if isinstance(x, kind)}
+        return replace(self, **changed) if changed else self
 
     def __and__(self, other: object) -> Mask:
         return And(self, other) if isinstance(other, Mask) else NotImplemented

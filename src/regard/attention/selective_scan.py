@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from .mechanisms import Mechanism, Operands
-from .state_space import StateSpaceCache, StateSpaceMixer, initial_step_bias
+from .state_space import StateSpaceMixer, initial_step_bias
 
 
 def scan_selective_recurrent(
@@ -99,11 +99,12 @@ class SelectiveWeights(Mechanism):
 
 
 class Mamba(StateSpaceMixer):
-    """Mamba's layer: input projection, short convolution, state-space model, gate, output projection.
+    """Mamba's layer: ``d_inner`` channels, each recorded as a head, with ``d_state`` states (N).
 
-    ``d_inner`` channels, each recorded as a head, with ``d_state`` states (N). Δ, B and C are projections of the
-    convolution's output; that of Δ has rank ``step_rank``. (B, T, M) → (B, T, M)
+    Δ, B and C are projections of the convolution's output; that of Δ has rank ``step_rank``.
     """
+
+    recurrence, scan = staticmethod(scan_selective_recurrent), staticmethod(scan_selective)
 
     def __init__(
         self,
@@ -140,36 +141,13 @@ class Mamba(StateSpaceMixer):
             out_bias=config.out_bias,
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cache: StateSpaceCache | None = None,
-        real: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Tensor:
-        """``real`` (B, T) is False for padding; ``documents`` (B, T) are the ids of documents packed into a row."""
-        values, gate = self.w_in(x).chunk(2, -1)
-        if real is not None:  # padding must not contribute
-            values = values.masked_fill(~real[..., None], 0)
-        values, last_inputs = self._convolve(values, None if cache is None else cache.inputs, real, documents)
-        step, b, c = self.w_select(values).split((self.step_rank, self.d_state, self.d_state), -1)
-        dt = F.softplus(self.w_step(step).float() + self.dt_bias.float())
-        if real is not None:
-            values, dt = values.masked_fill(~real[..., None], 0), dt.masked_fill(~real[..., None], 0)
-        a, before = -torch.exp(self.log_a.float()), None if cache is None else cache.state
-        with torch.autocast(x.device.type, enabled=False):
-            if x.shape[1] == 1:
-                y, state = scan_selective_recurrent(values.float(), dt, a, b.float(), c.float(), before)
-            else:
-                y, state = scan_selective(values, dt, a, b, c, before, documents)
-        if cache is not None:
-            cache.store(state, last_inputs, x.shape[1] if real is None else real.sum(1))
-        y = y.to(values.dtype)
-        if self.is_observed(cache):
-            y = self.tap_and_edit(y[..., None], values[..., None], *self._implied_heads(dt, a, b, c), real)[..., 0]
-        y = y + self.skip.to(y.dtype) * values
-        return self.w_out((y * F.silu(gate)).to(x.dtype))
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        inputs, gate = self.w_in(x).chunk(2, -1)
+        return inputs, gate, None
+
+    def _select(self, inputs: Tensor, step: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        low_rank, b, c = self.w_select(inputs).split((self.step_rank, self.d_state, self.d_state), -1)
+        return inputs, self.w_step(low_rank), b, c
 
     def _implied_heads(self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, C, T, 2 N) of ``SelectiveWeights``."""

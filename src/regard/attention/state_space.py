@@ -11,6 +11,7 @@ convolution, independent of the length.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from .cache import Cache
 from .cache.kv_cache import CacheVersion, n_bytes
 from .edits import apply_edits_to_heads, has_edits
 from .frame import Frame
-from .masks import Mask, causal, valid_keys
+from .masks import causal, packed, valid_keys
 from .mechanisms import Mechanism, Operands, by_group, by_head
 from .score_matrix import AttentionCall
 
@@ -183,16 +184,68 @@ class StateSpaceWeights(Mechanism):
 
 
 class StateSpaceMixer(nn.Module):
-    """Base class of state-space layers: the short convolution before the model, taps and edits."""
+    """Base class of state-space layers: projection, short convolution, state-space model, gate, projection.
 
+    Subclasses define the projections and the model. (B, T, M) → (B, T, M)
+    """
+
+    recurrence: Callable[..., tuple[Tensor, Tensor]]  # token by token, for a single one
+    scan: Callable[..., tuple[Tensor, Tensor]]  # the same for many tokens
     n_heads: int
     mechanism: Mechanism
+    dt_bias: nn.Parameter
+    log_a: nn.Parameter  # A = -exp(log_a)
+    skip: nn.Parameter  # D
+    w_out: nn.Linear
 
     def __init__(self, width: int, conv_size: int) -> None:
         """The convolution has ``width`` channels and spans ``conv_size`` tokens."""
         super().__init__()
         self.conv_weight = nn.Parameter(torch.empty(width, conv_size).uniform_(-(conv_size**-0.5), conv_size**-0.5))
         self.conv_bias = nn.Parameter(torch.zeros(width))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cache: StateSpaceCache | None = None,
+        real: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        """``real`` (B, T) is False for padding; ``documents`` (B, T) are the ids of documents packed into a row."""
+        inputs, gate, step = self._project(x)
+        inputs = _zero_padding(inputs, real)
+        inputs, last_inputs = self._convolve(inputs, None if cache is None else cache.inputs, real, documents)
+        values, step, b, c = self._select(_zero_padding(inputs, real), step)
+        dt = _zero_padding(F.softplus(step.float() + self.dt_bias.float()), real)
+        a, state = -torch.exp(self.log_a.float()), None if cache is None else cache.state
+        with torch.autocast(x.device.type, enabled=False):
+            if x.shape[1] == 1:
+                y, state = self.recurrence(values.float(), dt, a, b.float(), c.float(), state)
+            else:
+                y, state = self.scan(values, dt, a, b, c, state, documents)
+        if cache is not None:
+            cache.store(state, last_inputs, x.shape[1] if real is None else real.sum(1))
+        y, values = (part.to(values.dtype).reshape(*x.shape[:2], self.n_heads, -1) for part in (y, values))
+        if cache is None and (taps.is_recording() or has_edits(self)):  # a cache holds no earlier keys to show
+            y = self._tap_and_edit(y, values, *self._implied_heads(dt, a, b, c), real, documents)
+        y = (y + self.skip.to(y.dtype)[:, None] * values).flatten(2)
+        return self.w_out(self._gate(y, gate).to(x.dtype))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The inputs of the convolution, the gate and, if it does not depend on the convolution, Δ."""
+        raise NotImplementedError
+
+    def _select(self, inputs: Tensor, step: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The values x, Δ before its bias and softplus, B and C, from the output of the convolution."""
+        raise NotImplementedError
+
+    def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
+        return y * F.silu(gate)
+
+    def _implied_heads(self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, H, T, …) of the layer's mechanism."""
+        raise NotImplementedError
 
     def _convolve(
         self, x: Tensor, before: Tensor | None, real: Tensor | None, documents: Tensor | None
@@ -216,18 +269,22 @@ class StateSpaceMixer(nn.Module):
         index = last[:, None] + torch.arange(k - 1, device=x.device)
         return F.silu(y), padded.gather(1, index[..., None].expand(-1, -1, width))
 
-    def is_observed(self, cache: StateSpaceCache | None) -> bool:
-        """Whether this thread records or edits this pass; never with a cache, which holds no earlier keys."""
-        return cache is None and (taps.is_recording() or has_edits(self))
-
-    def tap_and_edit(self, y: Tensor, values: Tensor, q: Tensor, k: Tensor, real: Tensor | None) -> Tensor:
+    def _tap_and_edit(
+        self, y: Tensor, values: Tensor, q: Tensor, k: Tensor, real: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
         """Record the heads' output y (B, T, H, P) with its mechanism's q and k (B, H, T, …); return y after edits."""
-        output, v = y.transpose(1, 2), values.transpose(1, 2)
-        n_batch, length = y.shape[:2]
-        frame = Frame.aligned(n_batch, self.n_heads, length, length, y.device)
-        mask: Mask = causal() if real is None else causal() & valid_keys(real)
-        call = AttentionCall(q, k, mask, None, self.mechanism, frame, v)
-        return apply_edits_to_heads(self, call, taps.tap_attention(self, call, output)).transpose(1, 2)
+        mask = causal()
+        if real is not None:
+            mask = mask & valid_keys(real)
+        if documents is not None:
+            mask = mask & packed(documents)
+        call = AttentionCall(q, k, mask, None, self.mechanism, Frame.of(q, k), values.transpose(1, 2))
+        return apply_edits_to_heads(self, call, taps.tap_attention(self, call, y.transpose(1, 2))).transpose(1, 2)
+
+
+def _zero_padding(x: Tensor, real: Tensor | None) -> Tensor:
+    """x (B, T, …) with 0 where ``real`` (B, T) is False, so that padding contributes nothing."""
+    return x if real is None else x.masked_fill(~real[..., None], 0)
 
 
 def initial_step_bias(width: int) -> Tensor:
@@ -237,11 +294,12 @@ def initial_step_bias(width: int) -> Tensor:
 
 
 class Mamba2(StateSpaceMixer):
-    """Mamba-2's layer: input projection, short convolution, state-space model, gate, output projection.
+    """Mamba-2's layer: ``n_heads`` heads of width ``d_head`` (P) in ``n_groups`` groups.
 
-    ``n_heads`` heads of width ``d_head`` (P) in ``n_groups`` groups, each of which shares B and C of width ``d_state``
-    (N). (B, T, M) → (B, T, M)
+    The heads of a group share B and C, of width ``d_state`` (N).
     """
+
+    recurrence, scan = staticmethod(scan_recurrent), staticmethod(scan_chunked)
 
     def __init__(
         self,
@@ -282,39 +340,18 @@ class Mamba2(StateSpaceMixer):
             eps=config.norm_eps,
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        cache: StateSpaceCache | None = None,
-        real: Tensor | None = None,
-        documents: Tensor | None = None,
-    ) -> Tensor:
-        """``real`` (B, T) is False for padding; ``documents`` (B, T) are the ids of documents packed into a row."""
-        gate, mixed, dt = self.w_in(x).split((self.d_inner, len(self.conv_bias), self.n_heads), -1)
-        if real is not None:  # padding must not contribute
-            mixed = mixed.masked_fill(~real[..., None], 0)
-        mixed, last_inputs = self._convolve(mixed, None if cache is None else cache.inputs, real, documents)
-        dt = F.softplus(dt.float() + self.dt_bias.float())
-        if real is not None:
-            mixed, dt = mixed.masked_fill(~real[..., None], 0), dt.masked_fill(~real[..., None], 0)
-        values, b, c = mixed.split((self.d_inner, self.d_shared, self.d_shared), -1)
-        values = values.unflatten(-1, (self.n_heads, -1))
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, inputs, step = self.w_in(x).split((self.d_inner, len(self.conv_bias), self.n_heads), -1)
+        return inputs, gate, step
+
+    def _select(self, inputs: Tensor, step: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert step is not None
+        values, b, c = inputs.split((self.d_inner, self.d_shared, self.d_shared), -1)
         b, c = (part.unflatten(-1, (self.n_groups, -1)) for part in (b, c))
-        a, before = -torch.exp(self.log_a.float()), None if cache is None else cache.state
-        if x.shape[1] == 1:
-            with torch.autocast(x.device.type, enabled=False):
-                y, state = scan_recurrent(values.float(), dt, a, b.float(), c.float(), before)
-        else:
-            y, state = scan_chunked(values, dt, a, b, c, before, documents)
-        if cache is not None:
-            cache.store(state, last_inputs, x.shape[1] if real is None else real.sum(1))
-        y = y.to(values.dtype)
-        if self.is_observed(cache):
-            y = self.tap_and_edit(y, values, *self._implied_heads(dt, a, b, c), real)
-        y = y + self.skip.to(y.dtype)[:, None] * values
-        y = self.norm(y.flatten(2).float() * F.silu(gate.float()))
-        return self.w_out(y.to(x.dtype))
+        return values.unflatten(-1, (self.n_heads, -1)), step, b, c
+
+    def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
+        return self.norm(y.float() * F.silu(gate.float()))
 
     def _implied_heads(self, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys (B, H, T, N + 1) of ``StateSpaceWeights``."""

@@ -52,6 +52,10 @@ _SCALING_FIELDS = {  # the fields that a GGUF file can hold; llama.cpp has the p
     "yarn": {"kind", "factor", "original_max_len"},
     "llama3": {"kind", "factor", "original_max_len", "low_freq_factor", "high_freq_factor"},
 }
+_SCALING_DEFAULTS = {  # keys of llama.cpp without a field of ours, and the only values that regard computes
+    **{f"rope.scaling.{name}": 1.0 for name in ("attn_factor", "yarn_attn_factor", "yarn_beta_slow")},
+    **{"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_ext_factor": -1.0},
+}
 _REQUIRED = {"head": "lm", "activation": "swiglu", "gate_limit": None}  # the only values that llama.cpp supports
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 
@@ -266,16 +270,21 @@ class GgufDirectory(Directory):
             fields[name] = self._fields.get(f"tokenizer.ggml.{theirs}_token_id")
         if values.get("expert_count"):
             raise BadModelFile(f"{self.root} holds a mixture of experts, which regard does not read from GGUF")
+        for key, supported in {"rope.dimension_count": fields["head_dim"], **_SCALING_DEFAULTS}.items():
+            if values.get(key, supported) != supported:
+                raise BadModelFile(f"{self.root} has {key}={values[key]}; regard supports {supported}")
         return fields
 
     def _rope_scaling(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        kind = values.get("rope.scaling.type", "none")
+        """As llama.cpp reads it: a factor without a type is linear, and older files name it ``rope.scale_linear``."""
         if _ROPE_FREQS in self._tensors:
             return self._llama3_scaling(values)
+        factor = values.get("rope.scaling.factor", values.get("rope.scale_linear"))
+        kind = values.get("rope.scaling.type", "none" if factor is None else "linear")
         if kind == "none":
             return {"rope_type": "default"}
         original = values.get("rope.scaling.original_context_length")
-        scaling = {"rope_type": kind, "factor": values.get("rope.scaling.factor", 1.0)}
+        scaling = {"rope_type": kind, "factor": factor or 1.0}
         return scaling if original is None else {**scaling, "original_max_position_embeddings": original}
 
     def _llama3_scaling(self, values: Mapping[str, Any]) -> dict[str, Any]:

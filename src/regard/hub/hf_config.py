@@ -78,7 +78,10 @@ def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = N
             raise BadModelFile(f"config.json has {name}={value}; regard reads up to {_MAX_LAYERS} layers")
     family = BY_TYPE[model_type]
     try:
-        config = family.read(ForeignFields({**fields, "model_type": model_type}))
+        theirs = ForeignFields({**fields, "model_type": model_type})
+        config = family.read(theirs)
+        if config.architecture != "encoder":
+            theirs.only("is_causal", True)  # transformers reads it in every decoder, though no config class declares it
     except _UNREADABLE as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise BadModelFile(f"config.json does not describe a {model_type} that regard can read: {reason}") from None

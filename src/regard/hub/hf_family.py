@@ -18,12 +18,16 @@ from .weight_steps import Drop, Join, Rename, Step, Tensors, Tie
 
 
 class ForeignFields:
-    """A Hugging Face config.json, read field by field. An unsupported value raises an error, it is never ignored."""
+    """A Hugging Face config.json, read field by field. An unsupported value raises an error, it is never ignored.
+
+    A field that is absent has the default of its model type, which may differ from what null means: a Mistral without
+    ``sliding_window`` has a window of 4096 tokens, one with null has none.
+    """
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        self.fields = fields
-        self.architecture: str = (fields.get("architectures") or [""])[0]
         self.model_type: str = fields.get("model_type", "")
+        self.fields = {**_ABSENT.get(self.model_type, {}), **fields}
+        self.architecture: str = (fields.get("architectures") or [""])[0]
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a field; ``default`` if it is missing or null."""
@@ -44,9 +48,9 @@ class ForeignFields:
             options = " or ".join(repr(x) for x in supported)
             raise ValueError(f"config.json has {name}={value!r}; regard supports {options} for {self.model_type}")
 
-    def token_id(self, name: str) -> int | None:
+    def token_id(self, name: str, default: int | None = None) -> int | None:
         """A token id; the first if the field is a list."""
-        value = self.get(name)
+        value = self.get(name, default)
         return value[0] if isinstance(value, list) and value else value
 
     def activation(self, name: str, default: str) -> str:
@@ -86,16 +90,17 @@ NEEDED = object()  # the default of a required field
 Fields = Mapping[str, tuple[str, Any]]  # their field → (our field, its default)
 
 _NAMES = tomllib.loads((files(__package__) / "families" / "names.toml").read_text(encoding="utf-8"))
+_ABSENT: dict[str, dict[str, Any]] = _NAMES["absent"]  # model type → values of absent fields
 
 
 def field_names(*tables: str) -> Fields:
-    """The fields of config.json in some tables of names.toml; later tables override earlier ones."""
+    """The fields of config.json in some tables of names.toml; later tables override earlier ones and their bases."""
     fields: dict[str, tuple[str, Any]] = {}
-    for theirs, ours in (pair for table in tables for pair in _NAMES[table]["fields"].items()):
-        if isinstance(ours, str):
-            fields[theirs] = ours, NEEDED
-        else:
-            fields[theirs] = ours[0], ours[1] if len(ours) > 1 else None
+    for table in tables:
+        fields |= field_names(*_NAMES[table].get("bases", ()))
+        for theirs, ours in _NAMES[table]["fields"].items():
+            name, default = (ours, NEEDED) if isinstance(ours, str) else (*ours, None)[:2]
+            fields[theirs] = name, default
     return fields
 
 
@@ -109,10 +114,12 @@ QUERY_KEY_VALUE = ("query", "key", "value")
 
 
 def read_fields(theirs: ForeignFields, fields: Fields) -> dict[str, Any]:
-    return {
-        ours: theirs.need(name) if default is NEEDED else theirs.get(name, default)
-        for name, (ours, default) in fields.items()
-    }
+    def value(name: str, default: Any) -> Any:
+        if default is NEEDED:
+            return theirs.need(name)
+        return theirs.token_id(name, default) if name.endswith("_token_id") else theirs.get(name, default)
+
+    return {ours: value(name, default) for name, (ours, default) in fields.items()}
 
 
 def write_fields(config: ModelConfig, fields: Fields, nulls: bool = False) -> dict[str, Any]:
@@ -168,6 +175,23 @@ def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any
     if config.head == "none" and config.pooler == "none":
         fields["has_pooler"] = False
     return fields
+
+
+def write_encoder(
+    config: ModelConfig, model_type: str, classes: Mapping[str, str], fields: Fields, activation: str = "hidden_act"
+) -> dict[str, Any]:
+    """The fields that most encoders have; ``activation`` is the name of that field."""
+    written = {"model_type": model_type, **write_head(config, classes), **write_fields(config, fields)}
+    return written | {activation: from_our_activation(config.activation)}
+
+
+def write_decoder(
+    config: ModelConfig, model_type: str, classes: Mapping[str, str], fields: Fields, activation: str | None
+) -> dict[str, Any]:
+    """The fields that most models with a decoder have; ``activation`` is the name of that field, if there is one."""
+    written = {"model_type": model_type, "architectures": write_head(config, classes)["architectures"]}
+    written |= write_fields(config, fields, nulls=True)
+    return written if activation is None else written | {activation: from_our_activation(config.activation)}
 
 
 def text_embeddings(prefix: str) -> list[Step]:

@@ -7,6 +7,7 @@ and v). Together they are one addition whose rank is the sum of the ranks: W + s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _MAX_ROWS = 2**40
+_UNSUPPORTED = (
+    *("use_dora", "lora_bias", "alora_invocation_tokens", "trainable_token_indices"),
+    *("layer_replication", "use_qalora", "arrow_config"),
+)
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal")  # others, such as PiSSA's, also change the base model's weights
 _TASK_TYPES = {
     ("decoder", "lm"): "CAUSAL_LM",
     ("encoder-decoder", "lm"): "SEQ_2_SEQ_LM",
@@ -154,9 +160,13 @@ class Adapter:
         kind = fields.get("peft_type")
         if kind != "LORA":
             raise BadModelFile(f"{root / CONFIG} has peft_type={kind!r}; regard reads LORA")
-        for name in ("use_dora", "lora_bias", "alora_invocation_tokens", "trainable_token_indices"):
-            if fields.get(name):
-                raise BadModelFile(f"{root / CONFIG} has {name}={fields[name]!r}, which regard does not read")
+        unsupported = {name for name in _UNSUPPORTED if fields.get(name)}
+        if isinstance(start := fields.get("init_lora_weights"), str) and start not in _PLAIN_STARTS:
+            unsupported.add("init_lora_weights")
+        if any(re.search(r"[^\w.-]", key) for key in fields.get("alpha_pattern") or {}):
+            unsupported.add("alpha_pattern")  # peft reads its keys as regular expressions
+        for name in sorted(unsupported):
+            raise BadModelFile(f"{root / CONFIG} has {name}={fields[name]!r}, which regard does not read")
         if not (root / WEIGHTS).is_file():
             raise BadModelFile(f"{root} has no {WEIGHTS}")
         return cls(root, fields, open_safetensors(root / WEIGHTS).read())

@@ -48,6 +48,7 @@ class StackShape:
     length: int
     causal: bool
     memory: int | None = None  # length of the encoder's output; None without cross-attention
+    d_memory: int = 0  # and its width
 
     @property
     def q_width(self) -> int:
@@ -84,7 +85,7 @@ def stacks_of(config: ModelConfig, length: int, source_length: int | None = None
         source = source_places(config, length, source_length)
         text = config if config.text_model is None else config.text_tower
         memory = source if config.resampler_tokens is None else config.resampler_tokens
-        decoder = _stack_shape(text, "decoder", length, text.causal, memory=memory)
+        decoder = _stack_shape(text, "decoder", length, text.causal, memory, d_memory=config.d_model)
         return [_stack_shape(config, "encoder", source, causal=False), decoder]
     if config.architecture == "encoder":
         return [
@@ -104,10 +105,12 @@ def configs_of_stacks(config: ModelConfig) -> list[ModelConfig]:
     return [config, config] if config.architecture == "encoder-decoder" else stage_configs(config)
 
 
-def _stack_shape(config: ModelConfig, name: str, length: int, causal: bool, memory: int | None = None) -> StackShape:
+def _stack_shape(
+    config: ModelConfig, name: str, length: int, causal: bool, memory: int | None = None, d_memory: int = 0
+) -> StackShape:
     n_layers, n_heads, d_ff = components.stack_sizes(config, cross=memory is not None)
     heads = (n_heads, config.n_kv_heads or n_heads, components.head_width(config, n_heads))
-    return StackShape(name, n_layers, *heads, d_ff, length, causal, memory)
+    return StackShape(name, n_layers, *heads, d_ff, length, causal, memory, d_memory)
 
 
 def count(config: ModelConfig, batch: int, length: int, source_length: int | None = None) -> list[Flops]:
@@ -124,6 +127,12 @@ def count(config: ModelConfig, batch: int, length: int, source_length: int | Non
         else:  # each patch is merged from four of the previous stage
             parts += [_unmasked_flops(stack.name, "merging", 4.0 * batch * stack.length * stack_config.d_model**2)]
         parts += _layers(stack_config, stack, batch)
+    if config.resampler_tokens is not None:
+        n, source = config.resampler_tokens, stacks[0]
+        layer = _read_states(config, source, batch, n, source.length + n)
+        parts.append(_unmasked_flops("encoder", "resampler", config.resampler_layers * layer))
+    if config.pooling == "map":  # one learned query
+        parts.append(_unmasked_flops("head", "pooling", _read_states(config, stacks[0], batch, 1, stacks[0].length)))
     return parts + _head(config, batch, length)
 
 
@@ -175,19 +184,28 @@ def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flop
     if config.positions == "xl":
         yield _distances(config, stack, batch)
     if stack.memory is not None:
-        products = 4.0 * width * (tokens * stack.q_width + batch * stack.memory * stack.kv_width)
+        products = 4.0 * (width * tokens * stack.q_width + stack.d_memory * batch * stack.memory * stack.kv_width)
         yield _unmasked_flops(stack.name, "cross projections", stack.n_layers * products)
         by_token = mixing_flops(config, stack, stack.memory, cross=True)
         yield _unmasked_flops(stack.name, "cross attention", stack.n_layers * tokens * by_token)
     if not stack.d_ff:
         return
-    matrices = 3 if config.activation in GATED else 2
-    networks = 1
     if config.experts is not None:
-        networks = config.experts_per_token + config.shared_experts
         yield _unmasked_flops(stack.name, "router", stack.n_layers * 2.0 * tokens * width * config.experts)
-    hidden = networks * stack.d_ff
-    yield _unmasked_flops(stack.name, "feed-forward", stack.n_layers * 2.0 * tokens * width * hidden * matrices)
+    yield _unmasked_flops(stack.name, "feed-forward", stack.n_layers * tokens * _feed_forward_flops(config, stack.d_ff))
+
+
+def _feed_forward_flops(config: ModelConfig, d_ff: int) -> float:
+    """Operations of one token in a feed-forward network, or in its experts without their router."""
+    networks = 1 if config.experts is None else config.experts_per_token + config.shared_experts
+    return 2.0 * config.d_model * networks * d_ff * (3 if config.activation in GATED else 2)
+
+
+def _read_states(config: ModelConfig, stack: StackShape, batch: int, n_queries: int, n_keys: int) -> float:
+    """Learned vectors attend to the states of a stack, then a feed-forward network (resampler, "map" pooling)."""
+    products = 4.0 * config.d_model * (n_queries * stack.q_width + n_keys * stack.kv_width)
+    attention = n_queries * mixing_flops(config, stack, n_keys, cross=True)
+    return batch * (products + attention + n_queries * _feed_forward_flops(config, stack.d_ff))
 
 
 def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:
@@ -219,6 +237,10 @@ def keys_seen(config: ModelConfig, stack: StackShape, layer: int) -> float:
 
 def _head(config: ModelConfig, batch: int, length: int) -> list[Flops]:
     width = config.d_model
+    if config.architecture == "two-tower":
+        shared = width if config.d_shared is None else config.d_shared
+        projections = (0 if config.d_shared is None else width) + config.text_tower.d_model
+        return [_unmasked_flops("head", "comparison", 2.0 * batch * shared * (projections + batch))]
     if config.head == "none":
         return []
     if config.head == "classify":
@@ -231,8 +253,10 @@ def _head(config: ModelConfig, batch: int, length: int) -> list[Flops]:
         return [_unmasked_flops("head", "classes", 2.0 * batch * length * width * n_classes)]
     if config.head == "replaced":
         return [_unmasked_flops("head", "replaced", 2.0 * batch * length * width * (width + 1))]
-    inner = (config.d_embed or width) if config.head_transform else width
-    matrix = inner * (config.output_vocab_size + (width if config.head_transform else 0))
+    text = config if config.text_model is None else config.text_model
+    width = text.d_model
+    inner = (text.d_embed or width) if text.head_transform else width
+    matrix = inner * (config.output_vocab_size + (width if text.head_transform else 0))
     return [_unmasked_flops("head", "logits", 2.0 * batch * length * matrix)]
 
 

@@ -49,11 +49,10 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
         positions_skip_padding=kind == "m2m_100",
         embedding_norm=learned,
         norm_place="pre" if pre_norm else "post",
-        activation=theirs.activation("activation_function", "relu" if kind == "m2m_100" else "gelu"),
+        activation=theirs.activation("activation_function", "gelu"),
         head_bias=head == "lm" and kind != "m2m_100" and theirs.get("final_logits_bias", True),
         embedding_dropout=ours["dropout"],
         bos_id=theirs.get("decoder_start_token_id", theirs.get("bos_token_id")),
-        eos_id=theirs.token_id("eos_token_id"),
     )
 
 
@@ -62,18 +61,14 @@ def write(config: ModelConfig) -> dict[str, Any]:
     if config.positions == "learned":
         kind = "mbart" if config.norm_place == "pre" else "bart"
     fields: dict[str, Any] = {
-        "model_type": kind,
-        "architectures": hf.write_head(config, _CLASSES[kind])["architectures"],
+        **hf.write_decoder(config, kind, _CLASSES[kind], _FIELDS, "activation_function"),
         "is_encoder_decoder": True,
-        **hf.write_fields(config, _FIELDS, nulls=True),
         "decoder_layers": config.n_decoder_layers or config.n_layers,
         "decoder_attention_heads": config.n_decoder_heads or config.n_heads,
         "decoder_ffn_dim": config.d_decoder_ff or config.d_ff,
-        "activation_function": hf.from_our_activation(config.activation),
         "final_logits_bias": config.head_bias,
         "decoder_start_token_id": config.bos_id,
         "bos_token_id": config.bos_id,
-        "eos_token_id": config.eos_id,
         "forced_eos_token_id": None,
     }
     if kind == "marian":

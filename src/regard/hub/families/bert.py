@@ -21,6 +21,7 @@ from ..weight_steps import Step
 _FIELDS = hf.field_names("encoder", "bert")
 _QKV = [f"attention.self.{x}" for x in hf.QUERY_KEY_VALUE]
 _BERT_CLASSES = hf.encoder_classes("Bert")
+_WITHOUT_POOLER = ("masked-lm", "span", "tag")  # heads that do not read it, though a file may still hold it
 _BERT_MASKED = [f"cls.predictions.{x}" for x in ("transform.dense", "transform.LayerNorm", "decoder", "bias")]
 # XLM-R and CamemBERT are RoBERTa under other class names; they are saved as RoBERTa.
 _ROBERTA_CLASSES = hf.encoder_classes("Roberta", "XLMRoberta", "Camembert")
@@ -61,18 +62,12 @@ def read_bert(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write_bert(config: ModelConfig, classes: Mapping[str, str] = _BERT_CLASSES) -> dict[str, Any]:
-    return {
-        "model_type": "bert",
-        **hf.write_head(config, classes),
-        **hf.write_fields(config, _FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
-        "classifier_dropout": config.classifier_dropout,
-    }
+    return hf.write_encoder(config, "bert", classes, _FIELDS) | {"classifier_dropout": config.classifier_dropout}
 
 
 def bert_steps(config: ModelConfig) -> list[Step]:
     prefix = "" if config.head == "none" else "bert."
-    has_no_pooler = config.head in ("masked-lm", "span")
+    has_no_pooler = config.head in _WITHOUT_POOLER
     return [
         *hf.OLD_NORMS,
         *(hf.drop_modules(f"{prefix}pooler.dense", "cls.seq_relationship") if has_no_pooler else []),
@@ -180,10 +175,7 @@ def write_big_bird(config: ModelConfig) -> dict[str, Any]:
     if config.sparsity not in kinds or (config.head != "none" and config.pooler != "tanh"):
         raise ValueError(f"sparsity={config.sparsity!r} with pooler={config.pooler!r} is not a BigBird")
     return {
-        "model_type": "big_bird",
-        **hf.write_head(config, _BIG_BIRD_CLASSES),
-        **hf.write_fields(config, _BIG_BIRD_FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
+        **hf.write_encoder(config, "big_bird", _BIG_BIRD_CLASSES, _BIG_BIRD_FIELDS),
         "attention_type": kinds[config.sparsity],
         "block_size": config.sparsity_size,
         "num_random_blocks": config.sparsity_repeats,
@@ -213,14 +205,8 @@ def read_albert(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write_albert(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "model_type": "albert",
-        **hf.write_head(config, _ALBERT_CLASSES),
-        **hf.write_fields(config, _ALBERT_FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
-        "num_hidden_groups": 1,
-        "inner_group_num": 1,
-    }
+    fields = hf.write_encoder(config, "albert", _ALBERT_CLASSES, _ALBERT_FIELDS)
+    return fields | {"num_hidden_groups": 1, "inner_group_num": 1}
 
 
 def albert_steps(config: ModelConfig) -> list[Step]:
@@ -229,7 +215,7 @@ def albert_steps(config: ModelConfig) -> list[Step]:
     layer = f"{prefix}encoder.albert_layer_groups.0.albert_layers.0."
     qkv = [f"attention.{x}" for x in hf.QUERY_KEY_VALUE]
     pooler = hf.modules({"pooler": "pooler.dense"}) if config.head == "none" else []
-    if config.head in ("masked-lm", "span"):
+    if config.head in _WITHOUT_POOLER:
         pooler = hf.drop_modules(f"{prefix}pooler", "sop_classifier.classifier")
     return [
         *hf.OLD_NORMS,
@@ -260,12 +246,7 @@ def read_distilbert(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write_distilbert(config: ModelConfig) -> dict[str, Any]:
-    fields = {
-        "model_type": "distilbert",
-        **hf.write_head(config, _DISTILBERT_CLASSES),
-        **hf.write_fields(config, _DISTILBERT_FIELDS),
-        "activation": hf.from_our_activation(config.activation),
-    }
+    fields = hf.write_encoder(config, "distilbert", _DISTILBERT_CLASSES, _DISTILBERT_FIELDS, activation="activation")
     fields.pop("has_pooler", None)
     return fields
 
@@ -350,12 +331,7 @@ def read_fnet(theirs: hf.ForeignFields) -> ModelConfig:
 def write_fnet(config: ModelConfig) -> dict[str, Any]:
     if config.head == "masked-lm" and config.pooler != "tanh":
         raise ValueError(f"pooler={config.pooler!r}: an FNet with a masked-token head has a tanh pooler")
-    return {
-        "model_type": "fnet",
-        **hf.write_head(config, _FNET_CLASSES),
-        **hf.write_fields(config, _FNET_FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
-    }
+    return hf.write_encoder(config, "fnet", _FNET_CLASSES, _FNET_FIELDS)
 
 
 def fnet_steps(config: ModelConfig) -> list[Step]:

@@ -28,11 +28,15 @@ _DEFAULTS: dict[str, dict[str, dict[str, Any]]] = {  # values of missing fields
 
 
 def _towers(theirs: hf.ForeignFields) -> tuple[hf.ForeignFields, hf.ForeignFields]:
-    """The sections of text and image tower, with defaults for missing fields."""
+    """The sections of text and image tower, with defaults for missing fields.
+
+    Older CLIP files also have ``text_config_dict`` and ``vision_config_dict``, which replace the sections.
+    """
     defaults = _DEFAULTS[theirs.model_type]
 
     def section(name: str) -> hf.ForeignFields:
-        stored = {key: value for key, value in theirs.get(name, {}).items() if value is not None}
+        stored = theirs.get(f"{name}_dict", theirs.get(name, {}))
+        stored = {key: value for key, value in stored.items() if value is not None}
         fields = {"num_hidden_layers": 12, **defaults["both"], **defaults[name], **stored}
         return hf.ForeignFields({**fields, "model_type": theirs.model_type})
 

@@ -30,7 +30,6 @@ def read_gpt2(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("pruned_heads", {})
     ours = hf.read_fields(theirs, _GPT2_FIELDS)
     ours["activation"] = theirs.activation("activation_function", "gelu_new")
-    ours["eos_id"] = theirs.token_id("eos_token_id")
     if ours["d_ff"] is None:
         ours["d_ff"] = 4 * ours["d_model"]
     return ModelConfig(**_DECODER, head=theirs.head(_GPT2_HEADS), positions="learned", **_with_padding(ours))
@@ -41,19 +40,12 @@ def _with_padding(ours: dict[str, Any]) -> dict[str, Any]:
     return ours | {"pad_id": (ours["eos_id"] or 0) if ours["pad_id"] is None else ours["pad_id"]}
 
 
-def _write_common(config: ModelConfig, kind: str, heads: dict[str, str], fields: hf.Fields) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        "architectures": hf.write_head(config, heads)["architectures"],
-        **hf.write_fields(config, fields, nulls=True),
-        "eos_token_id": config.eos_id,
-    }
-
-
-def _write_rotary(config: ModelConfig, kind: str, heads: dict[str, str], fields: hf.Fields) -> dict[str, Any]:
+def _write_rotary(
+    config: ModelConfig, kind: str, heads: dict[str, str], fields: hf.Fields, activation: str | None = "hidden_act"
+) -> dict[str, Any]:
     """The fields shared by models with rotary positions; the rotated share is always written, as defaults differ."""
     rope = write_rope(config) | {"partial_rotary_factor": config.rope_fraction}
-    written = _write_common(config, kind, heads, fields) | {"rope_parameters": rope}
+    written = hf.write_decoder(config, kind, heads, fields, activation) | {"rope_parameters": rope}
     if "num_key_value_heads" in fields:
         written["num_key_value_heads"] = config.n_kv_heads or config.n_heads
     return written
@@ -71,8 +63,7 @@ def _join_qkv(config: ModelConfig, theirs: str, ours: str) -> list[Step]:
 
 
 def write_gpt2(config: ModelConfig) -> dict[str, Any]:
-    fields = _write_common(config, "gpt2", _GPT2_HEADS, _GPT2_FIELDS)
-    return fields | {"activation_function": hf.from_our_activation(config.activation)}
+    return hf.write_decoder(config, "gpt2", _GPT2_HEADS, _GPT2_FIELDS, "activation_function")
 
 
 def gpt2_steps(config: ModelConfig) -> list[Step]:
@@ -97,7 +88,6 @@ def read_opt(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("word_embed_proj_dim", theirs.need("hidden_size"))
     theirs.only("_remove_final_layer_norm", False)
     theirs.only("layer_norm_elementwise_affine", True)
-    ours = hf.read_fields(theirs, _OPT_FIELDS) | {"eos_id": theirs.token_id("eos_token_id")}
     return ModelConfig(
         architecture="decoder",
         head=theirs.head(_OPT_HEADS),
@@ -107,17 +97,16 @@ def read_opt(theirs: hf.ForeignFields) -> ModelConfig:
         norm_place="pre" if theirs.get("do_layer_norm_before", True) else "post",
         **dict.fromkeys(_BIASES, theirs.get("enable_bias", True)),
         activation=theirs.activation("activation_function", "relu"),
-        **ours,
+        **hf.read_fields(theirs, _OPT_FIELDS),
     )
 
 
 def write_opt(config: ModelConfig) -> dict[str, Any]:
     return {
-        **_write_common(config, "opt", _OPT_HEADS, _OPT_FIELDS),
+        **hf.write_decoder(config, "opt", _OPT_HEADS, _OPT_FIELDS, "activation_function"),
         "word_embed_proj_dim": config.d_model,
         "do_layer_norm_before": config.norm_place == "pre",
         "enable_bias": config.ff_bias,
-        "activation_function": hf.from_our_activation(config.activation),
     }
 
 
@@ -147,7 +136,7 @@ def read_neox(theirs: hf.ForeignFields) -> ModelConfig:
         parallel_residual="two-norms" if theirs.get("use_parallel_residual", True) else "none",
         **dict.fromkeys(("qkv_bias", "out_bias"), theirs.get("attention_bias", True)),
         activation=theirs.activation("hidden_act", "gelu"),
-        **_with_padding(ours | {"eos_id": theirs.token_id("eos_token_id")}),
+        **_with_padding(ours),
         embedding_dropout=ours["dropout"],
     )
 
@@ -157,7 +146,6 @@ def write_neox(config: ModelConfig) -> dict[str, Any]:
         **_write_rotary(config, "gpt_neox", _NEOX_HEADS, _NEOX_FIELDS),
         "use_parallel_residual": config.parallel_residual != "none",
         "attention_bias": config.qkv_bias,
-        "hidden_act": hf.from_our_activation(config.activation),
     }
 
 
@@ -179,7 +167,7 @@ _PHI_FIELDS = hf.field_names("phi")
 def read_phi(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("qk_layernorm", False)
     ours = hf.read_fields(theirs, _PHI_FIELDS) | read_rope(theirs, fraction=0.5)
-    ours |= {"eos_id": theirs.token_id("eos_token_id"), "n_kv_heads": ours["n_kv_heads"] or ours["n_heads"]}
+    ours["n_kv_heads"] = ours["n_kv_heads"] or ours["n_heads"]
     head = theirs.head(_PHI_HEADS)
     return ModelConfig(
         **_DECODER,
@@ -193,8 +181,7 @@ def read_phi(theirs: hf.ForeignFields) -> ModelConfig:
 
 
 def write_phi(config: ModelConfig) -> dict[str, Any]:
-    fields = _write_rotary(config, "phi", _PHI_HEADS, _PHI_FIELDS)
-    return fields | {"hidden_act": hf.from_our_activation(config.activation)}
+    return _write_rotary(config, "phi", _PHI_HEADS, _PHI_FIELDS)
 
 
 def phi_steps(config: ModelConfig) -> list[Step]:
@@ -221,16 +208,12 @@ def read_starcoder2(theirs: hf.ForeignFields) -> ModelConfig:
         positions="rope",
         **dict.fromkeys(_BIASES, theirs.get("use_bias", True)),
         activation=theirs.activation("hidden_act", "gelu_pytorch_tanh"),
-        **_with_padding(ours | {"eos_id": theirs.token_id("eos_token_id")}),
+        **_with_padding(ours),
     )
 
 
 def write_starcoder2(config: ModelConfig) -> dict[str, Any]:
-    return {
-        **_write_rotary(config, "starcoder2", _STARCODER_HEADS, _STARCODER_FIELDS),
-        "use_bias": config.ff_bias,
-        "hidden_act": hf.from_our_activation(config.activation),
-    }
+    return _write_rotary(config, "starcoder2", _STARCODER_HEADS, _STARCODER_FIELDS) | {"use_bias": config.ff_bias}
 
 
 _STABLELM_HEADS = {"StableLmForCausalLM": "lm", "StableLmModel": "none"}
@@ -250,13 +233,13 @@ def read_stablelm(theirs: hf.ForeignFields) -> ModelConfig:
         out_bias=False,
         ff_bias=False,
         activation="swiglu",
-        **_with_padding(ours | {"eos_id": theirs.token_id("eos_token_id")}),
+        **_with_padding(ours),
     )
 
 
 def write_stablelm(config: ModelConfig) -> dict[str, Any]:
     return {
-        **_write_rotary(config, "stablelm", _STABLELM_HEADS, _STABLELM_FIELDS),
+        **_write_rotary(config, "stablelm", _STABLELM_HEADS, _STABLELM_FIELDS, activation=None),
         "use_parallel_residual": config.parallel_residual != "none",
         "use_qkv_bias": config.qkv_bias,
     }

@@ -97,16 +97,15 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     if kind in _CAPPED:
         scalar = theirs.get("query_pre_attn_scalar", 256)
         ours["attention_scale"] = None if scalar == ours["d_head"] else 1 / math.sqrt(scalar)
-        has_caps = kind == "gemma2"  # by default
-        ours["score_cap"] = theirs.fields.get("attn_logit_softcapping", 50.0 if has_caps else None)
-        ours["logit_cap"] = theirs.fields.get("final_logit_softcapping", 30.0 if has_caps else None)
+        ours["score_cap"] = theirs.get("attn_logit_softcapping")
+        ours["logit_cap"] = theirs.get("final_logit_softcapping")
     if kind == "smollm3":
         n_layers, interval = ours["n_layers"], theirs.get("no_rope_layer_interval", 4)
         flags = theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
         rotated = tuple(layer for layer, flag in enumerate(flags) if flag)
         ours["rope_layers"] = None if len(rotated) == n_layers else rotated
-    if kind == "exaone4" and ours["window"] is not None:
-        ours["rope_layers"] = ours["window_layers"]
+    if kind == "exaone4" and theirs.get("sliding_window") is not None:
+        ours["rope_layers"] = () if ours["window"] is None else ours["window_layers"]
     if kind in _WITH_EXPERTS:
         for name, only in (("router_jitter_noise", 0.0), ("decoder_sparse_step", 1), ("clip_qkv", None)):
             theirs.only(name, only)
@@ -117,7 +116,7 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     if is_oss:
         theirs.only("hidden_act", "silu")  # in fact the gate given by swiglu_alpha and swiglu_limit
         theirs.only("swiglu_alpha", 1.702)
-    bias = theirs.get("attention_bias", is_oss)
+    bias = theirs.get("attention_bias", False)
     ours |= {"qkv_bias": kind == "qwen2" or bias, "out_bias": kind != "qwen2" and bias}
     return ModelConfig(**ours, ff_bias=is_oss or theirs.get("mlp_bias", False))
 
@@ -141,7 +140,6 @@ def _read_common(theirs: hf.ForeignFields, member: Member) -> dict[str, Any]:
         **ours,
         **{"d_head": theirs.get("head_dim", ours["d_model"] // ours["n_heads"]), "positions": "rope"},
         **{"window": window, "window_layers": window_layers, "activation": _GATED[activation]},
-        "eos_id": theirs.token_id("eos_token_id"),
         **member.features,
     }
 
@@ -217,8 +215,7 @@ def read_rope(theirs: hf.ForeignFields, fraction: float | None = None) -> dict[s
     share = fields.get("partial_rotary_factor", theirs.get("partial_rotary_factor", fraction or 1.0))
     if fraction is None and share != 1.0:
         raise ValueError(f"config.json has partial_rotary_factor={share}; regard supports 1.0 for {theirs.model_type}")
-    default = 150000.0 if theirs.model_type == "gpt_oss" else 10000.0
-    base = fields.get("rope_theta", theirs.get("rope_theta", default))
+    base = fields.get("rope_theta", theirs.get("rope_theta", 10000.0))
     ours = {"rope_base": base, "rope_fraction": share, "rope_scaling": _read_scaling(theirs, fields)}
     # Without windowed layers, their RoPE base is irrelevant.
     windowed = local is not None and _read_window(theirs, _LINE[theirs.model_type], theirs.need("num_hidden_layers"))[0]
@@ -227,6 +224,8 @@ def read_rope(theirs: hf.ForeignFields, fraction: float | None = None) -> dict[s
 
 def _read_scaling(theirs: hf.ForeignFields, fields: dict[str, Any]) -> RopeScalingConfig | None:
     kind = fields.get("rope_type", fields.get("type", "default"))
+    if theirs.model_type == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # its names in the first files of Phi-3
     if kind == "default":
         return None
     if kind not in _SCALING_FIELDS:
@@ -278,13 +277,13 @@ def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, A
         "num_key_value_heads": config.n_kv_heads or config.n_heads,
         "head_dim": config.head_width,
         "hidden_activation" if kind in _CAPPED else "hidden_act": hf.from_our_activation(gates[config.activation]),
-        "eos_token_id": config.eos_id,
         "rope_parameters": write_rope(config),
     }
     if member.can_have_window:
         fields["sliding_window"] = config.window
-        if kind == "gpt_oss" and config.window is None:
-            fields["sliding_window"] = 128  # gpt_oss needs a number even if no layer has a window
+        # gpt_oss needs a number even if no layer has a window; exaone4 has positions everywhere without a number.
+        if config.window is None and (kind == "gpt_oss" or config.rope_layers == ()):
+            fields["sliding_window"] = 128
     return fields
 
 

@@ -30,8 +30,7 @@ def _read_common(theirs: hf.ForeignFields, classes: dict[str, str], ours: dict[s
     theirs.only("hidden_act", "silu")
     layers = {"architecture": "decoder", "positions": "none", "norm": "rms", "norm_place": "pre", "d_ff": 0}
     biases = dict.fromkeys(("qkv_bias", "out_bias"), theirs.get("use_bias", False))
-    ids = {"eos_id": theirs.token_id("eos_token_id"), "pad_id": ours["pad_id"] or 0}
-    return {**layers, "head": theirs.head(classes), **biases, **ours, **ids}
+    return {**layers, "head": theirs.head(classes), **biases, **ours, "pad_id": ours["pad_id"] or 0}
 
 
 def _write_common(config: ModelConfig, model_type: str, classes: dict[str, str], fields: hf.Fields) -> dict[str, Any]:
@@ -42,13 +41,10 @@ def _write_common(config: ModelConfig, model_type: str, classes: dict[str, str],
             f"{config.d_model} is not a {model_type}"
         )
     return {
-        "model_type": model_type,
-        "architectures": hf.write_head(config, classes)["architectures"],
-        **hf.write_fields(config, fields, nulls=True),
+        **hf.write_decoder(config, model_type, classes, fields, activation=None),
         "state_size": config.mixing.size_of(config.mixer_size),
         "expand": expand,
         "use_bias": config.qkv_bias,
-        "eos_token_id": config.eos_id,
     }
 
 

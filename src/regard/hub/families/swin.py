@@ -37,14 +37,11 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     if config.stages is None or config.stage_heads is None:
         raise ValueError("stages=None: swin needs stages")
     return {
-        "model_type": "swin",
-        **hf.write_head(config, _CLASSES),
-        **hf.write_fields(config, _FIELDS),
+        **hf.write_encoder(config, "swin", _CLASSES, _FIELDS),
         "embed_dim": config.d_model // 2 ** (len(config.stages) - 1),
         "depths": list(config.stages),
         "num_heads": list(config.stage_heads),
         "mlp_ratio": config.d_ff / config.d_model,
-        "hidden_act": hf.from_our_activation(config.activation),
     }
 
 

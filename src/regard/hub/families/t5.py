@@ -55,7 +55,6 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
         embedding_dropout=ours["dropout"],
         activation_dropout=ours["dropout"],
         bos_id=theirs.get("decoder_start_token_id", ours["pad_id"]),
-        eos_id=theirs.token_id("eos_token_id"),
     )
 
 
@@ -65,16 +64,13 @@ def write(config: ModelConfig) -> dict[str, Any]:
     if config.activation not in forward:
         raise ValueError(f"activation={config.activation!r} is not one of T5's: {', '.join(forward)}")
     return {
-        "model_type": "t5",
-        "architectures": hf.write_head(config, heads)["architectures"],
-        **hf.write_fields(config, _FIELDS),
+        **hf.write_decoder(config, "t5", heads, _FIELDS, activation=None),
         "num_decoder_layers": config.n_decoder_layers or config.n_layers,
         "d_kv": config.head_width,
         "feed_forward_proj": forward[config.activation],
         "tie_word_embeddings": config.tie_head,
         "scale_decoder_outputs": config.tie_head,
         "decoder_start_token_id": config.bos_id,
-        "eos_token_id": config.eos_id,
     }
 
 

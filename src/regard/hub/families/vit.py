@@ -55,13 +55,8 @@ def _read_vit_fields(theirs: hf.ForeignFields, classes: dict[str, str]) -> dict[
 
 
 def _write_vit(config: ModelConfig, model_type: str = "vit", classes: dict[str, str] = _VIT_CLASSES) -> dict[str, Any]:
-    fields = {
-        "model_type": model_type,
-        **hf.write_head(config, classes),
-        **hf.write_fields(config, _FIELDS),
-        "hidden_act": hf.from_our_activation(config.activation),
-        "pooler_act": "tanh" if config.pooler == "none" else config.pooler,
-    }
+    fields = hf.write_encoder(config, model_type, classes, _FIELDS)
+    fields["pooler_act"] = "tanh" if config.pooler == "none" else config.pooler
     if config.head == "classify" and config.pooling == "class-tokens":
         fields["architectures"] = [f"{fields['architectures'][0]}WithTeacher"]
     return fields
