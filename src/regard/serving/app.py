@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RegardError
-from ..web.api_keys import ApiKeys
+from ..web.api_keys import ApiKeys, read_keys
 from ..web.requests import App, Limits, Receive, RequestGuard, RequestRefused, Scope, Send, is_local
 from ..web.server import check_key, listen, run_until_signal, server_config, url_of
 from .reloadable_app import ReloadableApp, freeze_live_objects
@@ -150,12 +150,17 @@ def serve_api(
     from .operations import with_operations
 
     limits, operations = limits or Limits(), operations or OperationsConfig()
+    tls = operations.tls
     listening = listen(host, port)  # before the models are loaded: a port in use is reported at once
 
     def open_again() -> Any:
-        if isinstance(api_key, ApiKeys):
-            api_key.reload()
-        return open_paths(operations.models_now() or paths)
+        """Read keys, config and models again; the keys are replaced last, so that a failure changes nothing."""
+        keys = api_key if isinstance(api_key, ApiKeys) else None
+        new_keys = None if keys is None or keys.path is None else read_keys(keys.path)
+        app = open_paths(operations.models_now() or paths)
+        if keys is not None and new_keys is not None:
+            keys.replace(new_keys)
+        return app
 
     has_explorer = has_explorer and open_app is None and engine == "torch"
     open_paths = open_app or (
@@ -163,9 +168,9 @@ def serve_api(
     )
     reloadable = ReloadableApp(open_paths(paths), open_again, say)
     app = with_operations(reloadable, limits, host, api_key, operations, refusal_body)
-    server = uvicorn.Server(server_config(app, limits, operations.drain_seconds, operations.tls))
+    server = uvicorn.Server(server_config(app, limits, operations.drain_seconds, tls))
     listening.listen()
-    url = url_of(host, listening, operations.tls)
+    url = url_of(host, listening, tls)
     for line in _announcement(url, host, reloadable.state.model_names, has_explorer, has_key=api_key is not None):
         say(f"regard: {line}")
     freeze_live_objects()

@@ -141,11 +141,10 @@ def with_operations(
     """Wrap an application, from the inside out, in keys and limits, CORS, and metrics with the access log."""
     from starlette.middleware.cors import CORSMiddleware
 
-    origins = list(config.allow_origin)
+    origins = [origin.rstrip("/").lower() for origin in config.allow_origin]  # as browsers send them
     layer: App = RequestGuard(app, limits, host, keys, refusal_body, origins, config.allow_host)
-    if origins:
-        headers = ["authorization", "content-type", "x-request-id"]
-        layer = CORSMiddleware(layer, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
+    if origins:  # any header: OpenAI's client for JavaScript sends a dozen of its own
+        layer = CORSMiddleware(layer, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     options: dict[str, Any] = {"write_log": config.open_log(), "log_texts": config.log_texts}
     return Operations(layer, app.metrics, is_ready=lambda: app.is_ready, **options)
 

@@ -109,7 +109,7 @@ class RequestGuard:
         """``refusal_body(path, status, sentence)`` builds the JSON body of a refusal."""
         self.app, self.limits, self._refusal_body = app, limits, refusal_body
         self._keys = ApiKeys.single(api_key) if isinstance(api_key, str) else api_key
-        self._allow_origins = {origin.rstrip("/").lower() for origin in allow_origins}
+        self._allow_origins = set(allow_origins)
         self._n_held = 0  # bytes of all bodies in memory
         self._allowed = {*LOCAL, host.lower(), *(() if is_local(host) else (socket.gethostname().lower(),))}
         self._allowed |= {name.lower() for name in allow_hosts}
@@ -193,7 +193,8 @@ class RequestGuard:
             raise RequestRefused(429, sentence, seconds)
         if scope["path"] != "/" or not in_query:
             return False
-        cookie = f"{_COOKIE}={keys.cookie(key)}; Path=/; HttpOnly; SameSite=Strict".encode()
+        secure = "; Secure" if scope.get("scheme") == "https" else ""
+        cookie = f"{_COOKIE}={keys.cookie(key)}; Path=/; HttpOnly; SameSite=Strict{secure}".encode()
         redirect = [(b"location", b"/"), (b"set-cookie", cookie), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 303, "headers": redirect})
         await send({"type": "http.response.body", "body": b""})

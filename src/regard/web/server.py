@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).with_name("static")
 _SHUTDOWN_SECONDS = 3
+_ALTERNATIVE = re.compile(r"\[|^constrained-")  # how pydantic names the types of a union: list[constrained-str]
 
 
 def explorer(
@@ -115,7 +117,7 @@ def sentence_of(problem: dict[str, Any]) -> str:
     if tuple(problem.get("loc", ())) == ("body",) and problem.get("type") in ("model_attributes_type", "missing"):
         return "the body is not a JSON object sent with the header Content-Type: application/json"
     names = [str(part) for part in problem.get("loc", ()) if part not in ("body", "query", "path")]
-    where = ".".join(names)[:100]
+    where = ".".join(name for name in names if not _ALTERNATIVE.search(name))[:100]
     message = str(problem.get("msg", "is invalid")).removeprefix("Value error, ")
     return f"{where}: {message[:1].lower()}{message[1:]}" if where else message
 
