@@ -45,6 +45,7 @@ const KOREAN = {
   "{name} {start} … {stop} are {n}; one response has at most {most}": "{name} {start} … {stop}: 모두 {n}개입니다. 한 번에 {most}개까지 보냅니다.",
   "{name}={index} is not within 0 … {last}": "{name} {index}: 0 … {last} 범위를 벗어납니다.",
   "{name} has {n} tokens, but this model reads at most max_len={most}": "문장이 {n}토큰입니다. 이 모델은 {most}토큰까지 읽습니다.",
+  "v is shown for texts of at most {most} tokens; this one has {n}": "v는 {most}토큰까지의 문장에서 보여 줍니다. 이 문장은 {n}토큰입니다.",
   "{name} is empty: there is nothing to look at": "내용이 비어 있어 살펴볼 것이 없습니다.",
   "model {model} has no layers that write into a residual stream": "{model} 모델에는 잔차 스트림에 값을 더하는 층이 없습니다.",
   "model {model} predicts nothing: it has no head": "{model} 모델에는 출력층이 없어 예측이 없습니다.",

@@ -1,7 +1,7 @@
 // Activation patching: activations of this text put one by one into the run of a changed text, and how much each restores.
 import { css, inkOn, signed } from "../colour.js";
 import { Data } from "../data.js";
-import { count, el, number, offer, percent, segmented, shown } from "../dom.js";
+import { count, el, number, offer, percent, refill, segmented, shown } from "../dom.js";
 import { columnName, largest, longestName, nameSize } from "../matrix.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
@@ -99,7 +99,7 @@ class Patching {
 
   choose() {
     const { t, state, look } = this.app, pick = segmented(t("patching.over"), OVER.map((one) => [one, t(`patching.${one}`)]), state.now.over, (over) => state.set({ over, patch: "" }));
-    this.picks.replaceChildren(pick, ...(look.classes ? [] : [el("label", {}, el("span", { class: "quiet" }, `${t("next.after")} `), this.after)]));
+    refill(this.picks, [pick, ...(look.classes ? [] : [el("label", {}, el("span", { class: "quiet" }, `${t("next.after")} `), this.after)])]);
   }
 
   tell() {

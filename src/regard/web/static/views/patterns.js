@@ -1,6 +1,6 @@
 // Patterns of heads: the scores of one pattern, or the strongest pattern of each head.
 import { css, heat, inkOn } from "../colour.js";
-import { el, number, segmented } from "../dom.js";
+import { el, number, refill, segmented } from "../dom.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -35,7 +35,7 @@ class Patterns {
   showChoice() {
     const { t, state } = this.app, { known, name } = this.shown;
     const options = [["", t("pattern.most")], ...known.map((one) => [one, t(`pattern.${one}`)])];
-    this.choice.replaceChildren(segmented(t("view.patterns"), options, name, (pattern) => state.set({ pattern })));
+    refill(this.choice, [segmented(t("view.patterns"), options, name, (pattern) => state.set({ pattern }))]);
     this.about.textContent = t(`pattern.${name || "most"}.about`);
   }
 
