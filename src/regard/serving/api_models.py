@@ -159,9 +159,6 @@ class ApiModel:
         prefix = [token for token in inputs.rows[0] if token != self.config.bos_id]
         return look(self.model, source_input, [*prefix, *content] or [self.config.bos_id])
 
-    def look_at_input(self, item: Any) -> Look:
-        return look(self.model, item)
-
     # ------------------------------------------------------------------ whole inputs
 
     def classify(self, inputs: Any, threshold: float) -> list[Classified]:
@@ -225,8 +222,3 @@ def _pick(name: str, total: int, options: AttentionOptions) -> list[int]:
         if not -total <= index < total:
             raise ValueError(f"attention.{name} holds {index}; there are {total}: 0 to {total - 1}")
     return [index % total for index in indices]
-
-
-def open_api_models(models: Sequence[ServedModel | ApiModel], limits: Limits) -> dict[str, ApiModel]:
-    opened = [served if isinstance(served, ApiModel) else ApiModel(served, limits) for served in models]
-    return {model.id: model for model in opened}

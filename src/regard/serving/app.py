@@ -57,11 +57,12 @@ def new_application(
     from fastapi import FastAPI
 
     from ..web.served_models import name_models
-    from .api_models import open_api_models
+    from .api_models import ApiModel
     from .routes import ServingState, router
 
     served = name_models(list(models.items())) if isinstance(models, dict) else list(models)
-    state = ServingState(open_api_models(served, limits), limits)
+    opened = [each if isinstance(each, ApiModel) else ApiModel(each, limits) for each in served]
+    state = ServingState({model.id: model for model in opened}, limits)
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:

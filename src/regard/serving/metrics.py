@@ -77,19 +77,11 @@ class RequestMetrics:
 
     def to_text(self, schedulers: Mapping[str, Any]) -> str:
         """All metrics in the text format; ``schedulers`` maps each model to its ``SchedulerStatistics``."""
+        requests = [("", {"method": m, "route": r, "status": s}, n) for (m, r, s), n in sorted(self.requests.items())]
+        keys = [("", {"key": key, "status": status}, n) for (key, status), n in sorted(self.keys.items())]
         parts = [
-            _metric(
-                "requests_total",
-                "counter",
-                "Requests answered.",
-                (("", {"method": m, "route": r, "status": s}, n) for (m, r, s), n in sorted(self.requests.items())),
-            ),
-            _metric(
-                "key_requests_total",
-                "counter",
-                "Requests answered, by API key.",
-                (("", {"key": key, "status": status}, n) for (key, status), n in sorted(self.keys.items())),
-            ),
+            _metric("requests_total", "counter", "Requests answered.", requests),
+            _metric("key_requests_total", "counter", "Requests answered, by API key.", keys),
             _metric("requests_in_progress", "gauge", "Requests being answered.", [("", {}, self.in_progress)]),
             _metric("reloads_total", "counter", "Reloads of the models.", [("", {}, self.reloads)]),
             _metric("first_byte_seconds", "histogram", "Time to the first byte.", _histograms(self.first_byte)),

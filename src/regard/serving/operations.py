@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..web.api_keys import ApiKeys
-from ..web.requests import INFO, App, Limits, Message, Receive, RefusalBody, RequestGuard, Scope, Send
+from ..web.requests import INFO, App, Limits, Message, Receive, RefusalBody, RequestGuard, Scope, Send, send_response
 from .metrics import RequestMetrics
 from .serve_config import OperationsConfig
 
@@ -151,10 +151,3 @@ def with_operations(
 
 async def send_json(send: Send, status: int, document: dict[str, Any]) -> None:
     await send_response(send, status, json.dumps(document).encode(), "application/json")
-
-
-async def send_response(send: Send, status: int, content: bytes, content_type: str) -> None:
-    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
-    headers.append((b"cache-control", b"no-store"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..web.requests import INFO, Receive, Scope, Send
+from ..web.requests import INFO, Receive, Scope, Send, send_response
 from .metrics import CONTENT_TYPE, RequestMetrics
-from .operations import send_json, send_response
+from .operations import send_json
 
 
 class _RunningApp:

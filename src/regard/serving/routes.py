@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..foundation.jsonio import to_jsonable
 from ..generation.prompts import ModelInputs
+from ..lens import look
 from ..web.requests import Limits
 from ..web.served_models import decode_image
 from .api_errors import ApiError, error_document
@@ -149,7 +150,7 @@ async def classify(state: State, body: ClassifyBody) -> Response:
         results += [{"label": x.label, "probability": x.probability, "probabilities": x.all} for x in classified]
     if body.attention is not None:
         for item, result in zip(inputs, results, strict=True):
-            seen = await _run(model, partial(model.look_at_input, item))
+            seen = await _run(model, partial(look, model.model, item))
             result["attention"] = await asyncio.to_thread(attention_document, seen, body.attention)
     document = {"object": "classification", "model": model.id, "results": results}
     return await _respond(document, is_large=body.attention is not None)

@@ -195,9 +195,7 @@ class RequestGuard:
             return False
         secure = "; Secure" if scope.get("scheme") == "https" else ""
         cookie = f"{_COOKIE}={keys.cookie(key)}; Path=/; HttpOnly; SameSite=Strict{secure}".encode()
-        redirect = [(b"location", b"/"), (b"set-cookie", cookie), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 303, "headers": redirect})
-        await send({"type": "http.response.body", "body": b""})
+        await send_response(send, 303, b"", "text/plain", (b"location", b"/"), (b"set-cookie", cookie))
         return True
 
     def _check(self, headers: Headers) -> None:
@@ -287,14 +285,22 @@ def _body_too_large(n_bytes: int | str, limits: Limits) -> RequestRefused:
 
 
 async def _send_refusal(send: Send, refused: RequestRefused, body: dict[str, Any]) -> None:
-    content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    headers = [(b"connection", b"close")]  # the body may be unread, so no request can follow it
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if refused.retry_seconds is not None:
         headers.append((b"retry-after", str(refused.retry_seconds).encode()))
-    headers.append((b"connection", b"close"))  # the body may be unread, so no request can follow it
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+    await send_response(send, refused.status, content, "application/json", *headers)
+
+
+async def send_response(
+    send: Send, status: int, content: bytes, content_type: str, *headers: tuple[bytes, bytes]
+) -> None:
+    """Send a whole response that no cache may keep, with additional ``headers``."""
+    own = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
+    no_store = (b"cache-control", b"no-store")
+    await send({"type": "http.response.start", "status": status, "headers": [*own, no_store, *headers]})
     await send({"type": "http.response.body", "body": content})
 
 

@@ -90,24 +90,29 @@ def _add_error_handlers(app: Any) -> None:
 
     from .api import NotModified, etag
 
-    def handler(status_and_sentence: Callable[[Any], tuple[int, str]]) -> Callable[[Any, Any], Any]:
-        async def handle(_: Any, error: Any) -> Any:
-            status, sentence = status_and_sentence(error)
-            content = {"error": " ".join(sentence.split()).encode("utf-8", "replace").decode()}
-            return JSONResponse(content, status, headers={"Cache-Control": "no-store"})
+    def status_of(error: Any) -> tuple[int, str]:
+        match error:
+            case RequestRefused():
+                return error.status, str(error)
+            case RequestValidationError():
+                return 422, sentence_of(error.errors()[0])
+            case HTTPException():
+                return error.status_code, str(error.detail)
+            case ValueError() | TypeError() | RegardError():
+                return 422, str(error) or type(error).__name__
+        return 500, INTERNAL_ERROR.format(type(error).__name__)
 
-        return handle
+    async def handle(request: Any, error: Any) -> Any:
+        if isinstance(error, NotModified):
+            return Response(status_code=304, headers={"ETag": etag(request)})
+        status, sentence = status_of(error)
+        content = {"error": " ".join(sentence.split()).encode("utf-8", "replace").decode()}
+        headers = {"Cache-Control": "no-store", **(getattr(error, "headers", None) or {})}  # Allow, of a 405
+        return JSONResponse(content, status, headers=headers)
 
-    async def not_modified(request: Any, _: Any) -> Any:
-        return Response(status_code=304, headers={"ETag": etag(request)})
-
-    app.add_exception_handler(NotModified, not_modified)
-    app.add_exception_handler(RequestRefused, handler(lambda error: (error.status, str(error))))
-    app.add_exception_handler(RequestValidationError, handler(lambda error: (422, sentence_of(error.errors()[0]))))
-    app.add_exception_handler(HTTPException, handler(lambda error: (error.status_code, str(error.detail))))
-    for kind in (ValueError, TypeError, RegardError):
-        app.add_exception_handler(kind, handler(lambda error: (422, str(error) or type(error).__name__)))
-    app.add_exception_handler(Exception, handler(lambda error: (500, INTERNAL_ERROR.format(type(error).__name__))))
+    ours = (NotModified, RequestRefused, RegardError)
+    for kind in (*ours, RequestValidationError, HTTPException, ValueError, TypeError, Exception):
+        app.add_exception_handler(kind, handle)
 
 
 def sentence_of(problem: dict[str, Any]) -> str:
@@ -199,9 +204,23 @@ def server_config(
     After a signal, requests get ``shutdown_seconds`` to finish.
     """
     import uvicorn
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     backlog, max_connections = _connection_limits()
+    return uvicorn.Config(
+        app,
+        http=_timed_protocol(limits, max_connections),
+        backlog=backlog,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=shutdown_seconds,
+        **({} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}),
+    )
+
+
+def _timed_protocol(limits: Limits, max_connections: int) -> type:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]  # one of two classes
         """Closes a connection if the next request's first line and headers do not arrive in time.
@@ -244,17 +263,7 @@ def server_config(
             if self.cycle is last:
                 self.transport.abort()
 
-    return uvicorn.Config(
-        app,
-        http=TimedProtocol,
-        backlog=backlog,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        ws="none",
-        timeout_graceful_shutdown=shutdown_seconds,
-        **({} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}),
-    )
+    return TimedProtocol
 
 
 def _connection_limits() -> tuple[int, int]:

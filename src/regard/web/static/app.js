@@ -9,7 +9,6 @@ import { speaker } from "./i18n.js";
 import { listen } from "./keys.js";
 import { Panel } from "./panel.js";
 import { State, dressPage } from "./state.js";
-import { tip } from "./tip.js";
 import { VIEWS, viewTerms } from "./views/index.js";
 
 /** Shown in place of a view that this source has no data for: the reason. */
@@ -207,7 +206,6 @@ export class App {
     const mine = ++this.shows, views = this.views(), kind = this.opening();
     const data = await this.reading(kind);
     if (mine !== this.shows || !this.look) return;
-    tip.hide();
     this.view?.close();
     this.parts.stage.replaceChildren();
     Object.assign(this, { data, opened: kind });

@@ -17,7 +17,7 @@ class History {
     host.append(el("p", { class: "caption" }, t("history.caption")), this.choice, this.says, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.history"), draw: (pen) => this.draw(pen), height: () => this.shown ? TALL + (this.hasLoss() ? LOSS + 40 : 0) : 240,
-      hover: (hit, event) => hit ? tip.show(event, hit.value, hit.name, `${t("history.step")} ${count(hit.step)}`) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && tip.show(event, hit.value, hit.name, `${t("history.step")} ${count(hit.step)}`),
       press: (hit) => hit?.head !== undefined && app.go("heatmap", { layer: hit.layer, head: hit.head }),
     });
   }
@@ -89,7 +89,7 @@ class History {
     return out;
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

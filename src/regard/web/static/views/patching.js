@@ -29,7 +29,7 @@ class Patching {
     host.append(el("p", { class: "caption" }, t("patching.caption")), this.form, this.picks, this.says, this.pager, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.patching"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
-      hover: (hit, event) => this.hover(hit, event), leave: () => tip.hide(),
+      hover: (hit, event) => this.hover(hit, event),
       press: (hit) => hit?.unit !== undefined && state.set({ patch: `${hit.layer},${hit.unit}` }),
     });
   }
@@ -212,7 +212,7 @@ class Patching {
       const { labels, changedLabels, byHead } = this.shown, { unit } = hit;
       const was = !byHead && labels[unit].text !== changedLabels[unit].text ? `${shown(changedLabels[unit])} → ${shown(labels[unit])}` : "";
       tip.show(event, hit.value, this.nameOf(hit.layer, unit), was);
-    } else tip.hide();
+    }
   }
 
   rows() {
@@ -221,7 +221,7 @@ class Patching {
     return [["layer", axes[1], "text", "effect"], ...effects.flatMap((line, l) => line.map((value, c) => [String(l), String(c), names[c].text, value]))];
   }
 
-  close() { this.giveUp?.abort(); this.sheet.close(); tip.hide(); }
+  close() { this.giveUp?.abort(); this.sheet.close(); }
 }
 
 export default {

@@ -17,7 +17,7 @@ class Patterns {
     host.append(el("p", { class: "caption" }, app.t("patterns.caption")), this.choice, this.about, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: app.t("view.patterns"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
-      hover: (hit, event) => hit ? this.tell(hit, event) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && this.tell(hit, event),
       press: (hit) => hit && app.go("heatmap", { layer: hit.layer, head: hit.head }),
     });
   }
@@ -92,7 +92,7 @@ class Patterns {
     return out;
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

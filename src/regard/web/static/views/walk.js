@@ -20,7 +20,7 @@ class Walk {
     host.append(el("p", { class: "caption" }, t("walk.caption")), this.pair.node, this.note, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.walk"), draw: (pen) => this.draw(pen), height: () => this.height ?? 700,
-      hover: (hit, event) => hit ? tip.show(event, hit.value, hit.name) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && tip.show(event, hit.value, hit.name),
       press: (hit) => hit?.col !== undefined && state.set({ row: this.shown.row, col: hit.col }),
     });
   }
@@ -161,7 +161,7 @@ class Walk {
     return [["step", "value"], ...numbers, ...row, ...vectors.flatMap(([name, values]) => (values ?? []).map((v, i) => [`${name}[${i}]`, v]))];
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 const largest = (...lists) => lists.flat().reduce((a, b) => Math.max(a, Math.abs(b)), 0);
