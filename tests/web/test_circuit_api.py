@@ -11,7 +11,7 @@ import torch
 from starlette.testclient import TestClient
 
 import regard
-from generation.spoken import classifier
+from generation.spoken import classifier, language_model
 from regard.foundation.cancellation import Cancelled, cancel_with
 from regard.lens.activations import ActivationRecord
 from regard.lens.effects import target_tokens, text_losses
@@ -188,6 +188,13 @@ def test_labels_and_values_are_no_softmax() -> None:
                 options = {"kind": "encoder", "other": changed["id"], "layer": 0, "unit": 0}  # the same first token
                 for one in asked(client, look, "patched", **options)["predictions"]:
                     assert one["patched"] == pytest.approx(one["corrupted"], **CLOSE)
+
+
+def test_a_story_needs_queries_and_keys() -> None:
+    with asking({"mamba": language_model(mixer="mamba2")}) as client:
+        look, at = opened(client, "mamba"), {"kind": "self", "layer": 0, "head": 0, "row": 1}
+        sentence = refusal(client.get(f"/api/looks/{look['id']}/story", params=at), 422)
+    assert sentence == "model 'mamba' has state spaces in place of queries and keys"
 
 
 @pytest.mark.parametrize("name", ["speaker", "recurrent"])

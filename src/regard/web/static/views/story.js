@@ -298,6 +298,6 @@ class Story {
 
 export default {
   id: "story", panel: false, controls: ["kind", "layer", "head"],
-  fits: (app) => !app.source.offline && Boolean(app.model()?.layered),
+  fits: (app) => !app.source.offline && Boolean(app.model()?.layered) && !app.model().state_space,
   open: (host, app) => new Story(host, app),
 };
