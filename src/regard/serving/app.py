@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -12,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RegardError
 from ..web.api_keys import ApiKeys, read_keys
-from ..web.requests import App, Limits, Receive, RequestGuard, RequestRefused, Scope, Send, is_local
-from ..web.server import check_key, listen, run_until_signal, server_config, url_of
+from ..web.requests import App, Limits, Receive, RequestGuard, RequestRefused, Scope, Send
+from ..web.server import (
+    check_key,
+    end_process,
+    import_uvicorn,
+    listen,
+    run_until_signal,
+    server_config,
+    url_of,
+    who_can_reach,
+)
 from .reloadable_app import ReloadableApp, freeze_live_objects
 from .serve_config import OperationsConfig
 
@@ -141,12 +149,7 @@ def serve_api(
     ``open_app`` builds the application from paths; by default the models are loaded in this process.
     """
     check_key(host, api_key, needs_key)
-    try:
-        import fastapi  # noqa: F401 - imported here to report a missing library in one line
-        import uvicorn
-    except ImportError:
-        raise RegardError("the API needs fastapi and uvicorn: pip install 'regard[api]'") from None
-
+    uvicorn = import_uvicorn("the API", "api")
     from .engine_scheduler import open_served
     from .operations import with_operations
 
@@ -176,12 +179,7 @@ def serve_api(
         say(f"regard: {line}")
     freeze_live_objects()
     reloadable.is_shutting_down = lambda: bool(server.should_exit)
-    code = run_until_signal(server, listening)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not reloadable.is_idle:  # a computing thread cannot be stopped, and Python would wait for it
-        os._exit(code)
-    return code
+    return end_process(run_until_signal(server, listening), is_busy=not reloadable.is_idle)
 
 
 def _announcement(url: str, host: str, names: Sequence[str], has_explorer: bool, has_key: bool) -> list[str]:
@@ -189,7 +187,4 @@ def _announcement(url: str, host: str, names: Sequence[str], has_explorer: bool,
     lines = [f"{url}v1 serves {', '.join(names)} (press Ctrl-C to stop)"]
     if has_explorer:
         lines.append(f"explorer at {url}{'?key=KEY' if has_key else ''}")
-    if not is_local(host):
-        who = "anyone with the key" if has_key else "anyone"
-        lines.append(f"reachable from other machines ({host}): {who} can use it")
-    return lines
+    return [*lines, *who_can_reach(host, has_key)]

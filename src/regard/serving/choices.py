@@ -80,17 +80,10 @@ class Writing:
         self.choices += group
 
     @property
-    def n_prompt(self) -> int:
-        return sum(request.n_prompt for request in self.requests)
-
-    @property
     def usage(self) -> dict[str, int]:
+        n_prompt = sum(request.n_prompt for request in self.requests)
         n_written = sum(choice.n_written for choice in self.choices)
-        return {
-            "prompt_tokens": self.n_prompt,
-            "completion_tokens": n_written,
-            "total_tokens": self.n_prompt + n_written,
-        }
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_written, "total_tokens": n_prompt + n_written}
 
     async def follow(self) -> AsyncIterator[tuple[TextChoice, str]]:
         """Submit the requests and yield each choice as it changes, with its new text.

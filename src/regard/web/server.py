@@ -147,12 +147,7 @@ def serve(
     file.
     """
     check_key(host, api_key, needs_key)
-    try:
-        import fastapi  # noqa: F401 - imported here to report a missing library in one line
-        import uvicorn
-    except ImportError:
-        raise RegardError("the explorer needs fastapi and uvicorn: pip install 'regard[serve]'") from None
-
+    uvicorn = import_uvicorn("the explorer", "serve")
     from .served_models import open_models
 
     limits = limits or Limits()
@@ -162,9 +157,8 @@ def serve(
     listening.listen()  # from now on a browser waits for the server instead of being refused
     url = url_of(host, listening, tls)
     say(f"regard: {url} (press Ctrl-C to stop)")
-    if not is_local(host):
-        who = "anyone" if api_key is None else "anyone with the key"
-        say(f"regard: reachable from other machines ({host}): {who} can use it")
+    for line in who_can_reach(host, has_key=api_key is not None):
+        say(f"regard: {line}")
     if api_key is not None:
         say("regard: open /?key=KEY in a browser; programs send the header Authorization: Bearer KEY")
         url += f"?{urlencode({'key': api_key})}" if isinstance(api_key, str) else ""
@@ -173,7 +167,28 @@ def serve(
         timer.daemon = True
         timer.start()
     code = run_until_signal(uvicorn.Server(config), listening)
-    if app.state.explorer.workers.is_busy:  # a computing thread cannot be stopped, and Python would wait for it
+    return end_process(code, is_busy=app.state.explorer.workers.is_busy)
+
+
+def import_uvicorn(what: str, extra: str) -> Any:
+    """Import the libraries of a server; a missing one is reported in one line."""
+    try:
+        import fastapi  # noqa: F401 - needed later
+        import uvicorn
+    except ImportError:
+        raise RegardError(f"{what} needs fastapi and uvicorn: pip install 'regard[{extra}]'") from None
+    return uvicorn
+
+
+def who_can_reach(host: str, has_key: bool) -> list[str]:
+    """A line that says who can reach the server from other machines; none if the host is local."""
+    who = "anyone with the key" if has_key else "anyone"
+    return [] if is_local(host) else [f"reachable from other machines ({host}): {who} can use it"]
+
+
+def end_process(code: int, is_busy: bool) -> int:
+    """Return the exit code; exit at once if a thread still computes: it cannot be stopped, and Python would wait."""
+    if is_busy:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
