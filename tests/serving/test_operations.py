@@ -253,6 +253,7 @@ def test_other_pages_may_ask_only_where_it_is_allowed(speaker: dict[str, Model])
         assert served.client.options("/v1/completions", headers=preflight).status_code == 200
         answer = served.client.post("/v1/completions", json=BODY, headers=page)
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
+        assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
 
 
 def test_tls(speaker: dict[str, Model], tmp_path: Path) -> None:

@@ -143,8 +143,9 @@ def with_operations(
 
     origins = [origin.rstrip("/").lower() for origin in config.allow_origin]  # as browsers send them
     layer: App = RequestGuard(app, limits, host, keys, refusal_body, origins, config.allow_host)
-    if origins:  # any header: OpenAI's client for JavaScript sends a dozen of its own
-        layer = CORSMiddleware(layer, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    if origins:  # any header may be sent: OpenAI's client for JavaScript has a dozen of its own
+        headers = {"allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"]}
+        layer = CORSMiddleware(layer, allow_origins=origins, allow_methods=["GET", "POST"], **headers)
     options: dict[str, Any] = {"write_log": config.open_log(), "log_texts": config.log_texts}
     return Operations(layer, app.metrics, is_ready=lambda: app.is_ready, **options)
 

@@ -92,8 +92,8 @@ class RequestGuard:
     """The ASGI layer that checks Host and Origin (against DNS rebinding and foreign pages), the key and the body.
 
     With ``api_key``, a single key or a set of them, a request must send one as `Authorization: Bearer KEY` or in the
-    cookie that /?key=KEY sets. Pages of ``allow_origins`` may call the server too; ``allow_hosts`` are additional names
-    of this server.
+    cookie that /?key=KEY sets. Pages of ``allow_origins`` (in lower case, without a final slash) may call the server
+    too; ``allow_hosts`` are additional names of this server.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 // When each head learned its pattern: the scores at the checkpoints of the run, and the loss below.
-import { count, el, segmented } from "../dom.js";
+import { count, el, refill, segmented } from "../dom.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 import { writerName } from "../writers.js";
@@ -30,7 +30,7 @@ class History {
     const most = known.reduce((a, b) => (found.births[b].length > (found.births[a]?.length ?? -1) ? b : a), known[0]);
     const name = known.includes(state.now.pattern) ? state.now.pattern : known.includes("induction") && found.births.induction.length ? "induction" : most;
     this.shown = { ...found, name, known };
-    this.choice.replaceChildren(segmented(t("view.patterns"), known.map((one) => [one, t(`pattern.${one}`)]), name, (pattern) => state.set({ pattern })));
+    refill(this.choice, [segmented(t("view.patterns"), known.map((one) => [one, t(`pattern.${one}`)]), name, (pattern) => state.set({ pattern }))]);
     const [first, ...others] = [...found.births[name]].sort((a, b) => a.step - b.step), pattern = t(`pattern.${name}`);
     this.says.textContent = !first ? t("history.none", { pattern })
       : t(others.length ? "history.born.more" : "history.born", { pattern, head: writerName(t, { ...first, name: kind }), step: count(first.step), n: others.length }) + (first.step === found.steps[0] ? ` ${t("history.kept")}` : "");
