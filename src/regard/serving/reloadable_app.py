@@ -86,7 +86,7 @@ class ReloadableApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._run_lifespan(receive, send)
         elif scope["path"] == "/metrics":
             scope.setdefault(INFO, {})["route"] = "/metrics"
             content = self.metrics.to_text(self._scheduler_statistics()).encode()
@@ -98,7 +98,7 @@ class ReloadableApp:
         else:
             await send_json(send, 503, {"error": "the models are still loading; try again in a moment"})
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         """ASGI's lifespan: start the first application, and at shutdown close the current one."""
         await receive()
         await self._running.start()
