@@ -62,9 +62,8 @@ def classifier(**fields: Any) -> Model:
         "bert-base",
         Processor(source=tokenizer, labels=labels),
         head="classify",
-        n_classes=3,
         vocab_size=tokenizer.size,
-        **fields,
+        **{"n_classes": 3, **fields},
     )
 
 

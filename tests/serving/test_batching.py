@@ -352,6 +352,27 @@ def test_a_fault_ends_what_runs_and_not_the_thread(
     assert scheduler.batches.n_rows == 0
 
 
+def test_a_panic_in_rust_ends_what_runs_and_not_the_thread(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic, for example of a tokenizer, is no ``Exception``."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic() -> None:
+        raise Panic("index out of bounds")
+
+    model = language_model()
+    scheduler, row = schedule(model), rows_of(model)[0]
+    wanted = Asked(scheduler, row, max_new_tokens=4).tokens()
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.batches, "step", panic)
+        with pytest.raises(RuntimeError, match="index out of bounds"):
+            Asked(scheduler, row, max_new_tokens=4).wait()
+    assert Asked(scheduler, row, max_new_tokens=4).tokens() == wanted
+
+
 def test_what_clients_may_make_up_is_not_kept(schedule: Callable[..., Scheduler]) -> None:
     """Searches of ever new configs, among them some that are cancelled."""
     model = language_model()

@@ -49,6 +49,7 @@ def test_translations_are_the_engines_own(engine_api: tuple[str, ServedApi, Path
     found = [one["text"] for one in answer.json()["translations"]]
     if kind == "ctranslate2":
         assert isinstance(api.scheduler(path.name), EngineScheduler)
+        assert [one["score"] for one in answer.json()["translations"]] == [None] * 3  # the engine has none
         assert found == open_engine(path, "ctranslate2").translate(LINES[:3], max_new_tokens=9)
     else:
         engine = open_engine(path, "torch" if kind == "int8" else "onnx")

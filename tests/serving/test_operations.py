@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +23,14 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import uvicorn
+from starlette.applications import Starlette
 
 from child_process import child_process
+from generation.spoken import language_model
 from regard.cli import main
 from regard.errors import RegardError, UsageError
 from regard.models import Model
-from regard.serving.app import new_application, refusal_body
+from regard.serving.app import new_application, refusal_body, serve_api
 from regard.serving.metrics import RequestMetrics
 from regard.serving.operations import with_operations
 from regard.serving.reloadable_app import ReloadableApp
@@ -243,6 +247,13 @@ def test_other_pages_may_ask_only_where_it_is_allowed(speaker: dict[str, Model])
         other = {"Origin": "https://evil.example"}
         assert served.client.post("/v1/completions", json=BODY, headers=other).status_code == 403
         assert served.client.get("/v1/models", headers={"Host": "api.example"}).status_code == 200
+    # An origin as people write it, and the headers that OpenAI's client for JavaScript sends from a page.
+    preflight["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    with operating(speaker, allow_origin=["https://App.example/"]) as served:
+        assert served.client.options("/v1/completions", headers=preflight).status_code == 200
+        answer = served.client.post("/v1/completions", json=BODY, headers=page)
+        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
+        assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
 
 
 def test_tls(speaker: dict[str, Model], tmp_path: Path) -> None:
@@ -252,8 +263,10 @@ def test_tls(speaker: dict[str, Model], tmp_path: Path) -> None:
         subprocess.run([*words.split(), "-keyout", key, "-out", cert], check=True, capture_output=True)
     except FileNotFoundError:
         pytest.skip("openssl makes the certificate, and is not installed")
-    with operating(speaker, tls_cert=cert, tls_key=key) as served:
-        assert served.ask().status_code == 200
+    with operating(speaker, ApiKeys.single("a-secret"), tls_cert=cert, tls_key=key) as served:
+        assert served.ask("a-secret").status_code == 200
+        cookie = served.client.get("/?key=a-secret").headers["set-cookie"]
+        assert cookie.endswith("; Secure")  # a browser sends it over TLS only
         address = (served.client.base_url.host, served.client.base_url.port)
         with (
             socket.create_connection(address) as raw,
@@ -262,6 +275,9 @@ def test_tls(speaker: dict[str, Model], tmp_path: Path) -> None:
             assert wrapped.version() in ("TLSv1.2", "TLSv1.3")
     with pytest.raises(UsageError, match="--tls-cert F --tls-key F"):
         _ = OperationsConfig(tls_cert=cert).tls
+    key.write_text("no key")
+    with pytest.raises(UsageError, match="are not a certificate and its unencrypted key in PEM"):
+        _ = OperationsConfig(tls_cert=cert, tls_key=key).tls
 
 
 # ---- reload and the end
@@ -305,6 +321,63 @@ def test_a_reload_that_fails_changes_nothing(speaker: dict[str, Model], tmp_path
             "reload failed, the old models stay: runs/a is damaged",
         )
         assert served.ask(key).status_code == 200
+
+
+def test_a_reload_frees_the_old_models() -> None:
+    opened: list[weakref.ref[Any]] = []
+
+    def open_app() -> Any:
+        app = new_application({"speaker": language_model()}, Limits())
+        opened.append(weakref.ref(app.state.serving.models["speaker"].model))
+        return app
+
+    async def reload_twice() -> list[bool]:
+        messages, started = asyncio.Queue[Any](), asyncio.Event()
+
+        async def send(message: Any) -> None:
+            started.set()
+
+        reloadable = ReloadableApp(open_app(), open_app, print)
+        living = asyncio.create_task(reloadable({"type": "lifespan"}, messages.get, send))
+        messages.put_nowait({"type": "lifespan.startup"})
+        await started.wait()
+        for _ in range(2):
+            await reloadable.reload()
+        await asyncio.gather(*reloadable._tasks)
+        gc.unfreeze()
+        gc.collect()
+        is_kept = [reference() is not None for reference in opened]
+        messages.put_nowait({"type": "lifespan.shutdown"})
+        await living
+        return is_kept
+
+    assert asyncio.run(reload_twice()) == [False, False, True]
+
+
+def test_a_reload_that_fails_leaves_the_keys_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys.yaml"
+    key = add_key(file, "old")
+    keys, servers = ApiKeys.read(file), list[Any]()
+    monkeypatch.setattr("regard.serving.app.run_until_signal", lambda server, listening: servers.append(server) or 0)
+    is_damaged = False
+
+    def open_app(paths: Any) -> Any:
+        if is_damaged:
+            raise RegardError("runs/a is damaged")
+        app = Starlette()
+        app.state.model_names = ["a"]
+        return app
+
+    serve_api(["runs/a"], port=0, api_key=keys, open_app=open_app, say=lambda line: None)
+    reloadable = servers[0].config.app.app.app  # within the operations and the guard
+    file.write_text(file.read_text().replace("name: old", "name: new"))
+    is_damaged = True
+    with pytest.raises(RegardError, match="damaged"):
+        reloadable._open_app()
+    assert keys.find([key]).name == "old"  # type: ignore[union-attr]
+    is_damaged = False
+    reloadable._open_app()
+    assert keys.find([key]).name == "new"  # type: ignore[union-attr]
 
 
 # ---- the config file and the command

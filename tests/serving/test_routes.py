@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import torch
 
 import regard
 from regard.models import Model
+from regard.web.requests import Limits
 from web.served import picture
 
 from .served_api import TEXT, ServedApi, serving_api
@@ -121,6 +123,8 @@ def test_wrong_inputs_are_4xx_and_name_the_field(api: ServedApi) -> None:
     assert "64" in refused(api, "completions", 400, **body, n=65)
     assert "this server runs" in refused(api, "completions", 400, **body, n=60)
     assert "empty" in refused(api, "completions", 400, model="speaker", prompt=[""])
+    chat = refused(api, "chat/completions", 400, model="chatty", messages=[{"role": "user", "content": None}])
+    assert chat == "messages.0.content: input should be a valid string"
     many = refused(api, "completions", 413, model="speaker", prompt=["a"] * 100_000)
     assert "strings" in many
 
@@ -129,6 +133,78 @@ def test_a_refused_image_leaves_no_traceback_in_the_log(api: ServedApi, caplog: 
     assert "base64" in refused(api, "caption", 422, model="captioner", image="?")
     assert "image is not one of" in refused(api, "caption", 422, model="captioner", image="AAAA")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_an_internal_error_in_a_stream_is_in_the_log(
+    api: ServedApi, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's last event refers to the log, as the status 500 of a whole response does."""
+    body = {"model": "speaker", "prompt": TEXT, "max_tokens": 30, "temperature": 0, "logit_bias": {"2": -100}}
+    ask(api, "completions", **body)
+    slots = api.scheduler("speaker").batches.slots[1]
+    decode, n_steps = slots.decode, itertools.count()
+
+    def fail_later(tokens: torch.Tensor) -> torch.Tensor:
+        if next(n_steps) > 3:
+            raise RuntimeError("the device is lost")
+        return decode(tokens)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(slots, "decode", fail_later)
+    text = httpx.post(f"{api.url}/v1/completions", json=body | {"stream": True}, timeout=60).text
+    *_, error, end = text.strip().split("\n\n")
+    assert end == "data: [DONE]"
+    assert "internal error (RuntimeError); see the server's log" in error
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert str(record.exc_info[1]) == "the device is lost"
+
+
+def test_log_probs_name_bytes_choices_and_places_as_openai_does(api: ServedApi, models: dict[str, Model]) -> None:
+    tokenizer = models["chatty"].processor.tokenizer  # type: ignore[union-attr]
+    part = next(index for index in range(300) if (tokenizer.token_bytes(index) or b"")[:1] == b"\xec")
+    spelled = tokenizer.token_bytes(part)
+    assert spelled is not None
+    messages, forced = [{"role": "user", "content": TEXT}], {str(part): 100}
+    body: dict[str, Any] = {"model": "chatty", "messages": messages, "max_tokens": 2, "logit_bias": forced}
+    logs = ask(api, "chat/completions", **body, logprobs=True)["choices"][0]["logprobs"]
+    assert [token["bytes"] for token in logs["content"]] == [list(spelled)] * 2  # part of a character
+    assert logs["content"][0]["token"] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+    rare = {"model": "speaker", "prompt": "the cat", "max_tokens": 4, "temperature": 2, "seed": 1}
+    logs = ask(api, "completions", **rare, logprobs=1)["choices"][0]["logprobs"]
+    for token, value, top in zip(logs["tokens"], logs["token_logprobs"], logs["top_logprobs"], strict=True):
+        assert top[token] == value  # the chosen token, whether it is the likeliest or not
+    assert any(len(top) == 2 for top in logs["top_logprobs"])
+    echoed = ask(api, "completions", **rare, logprobs=1, echo=True)["choices"][0]
+    assert echoed["logprobs"]["text_offset"] == [len("the cat") + offset for offset in logs["text_offset"]]
+    lines = httpx.post(f"{api.url}/v1/completions", json=rare | {"logprobs": 1, "echo": True, "stream": True}).text
+    chunks = [json.loads(line[6:])["choices"][0]["logprobs"] for line in lines.split("\n\n")[:-2]]
+    offsets = [offset for chunk in chunks if chunk for offset in chunk["text_offset"]]
+    assert offsets == echoed["logprobs"]["text_offset"]
+
+
+def test_texts_that_cannot_fit_are_refused_before_they_are_tokenised(
+    api: ServedApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("a text was tokenised")
+
+    for name in ("chatty", "translator", "classifier"):
+        monkeypatch.setattr(type(api.state.models[name].model.processor.source), "encode", fail)
+    long, chat = "the cat " * 20_000, [{"role": "user", "content": "the cat " * 2000}] * 4
+    for route, body in (
+        ("chat/completions", {"model": "chatty", "messages": chat}),
+        ("translate", {"model": "translator", "text": long, "source_language": "en"}),
+        ("classify", {"model": "classifier", "text": [long]}),
+    ):
+        assert "characters; model" in refused(api, route, 400, **body)
+
+
+def test_more_prompts_than_the_queue_holds_are_not_told_to_come_back(models: dict[str, Model]) -> None:
+    with serving_api({"speaker": models["speaker"]}, Limits(waiting=2)) as served:
+        body: dict[str, Any] = {"model": "speaker", "max_tokens": 1, "temperature": 0}
+        assert len(ask(served, "completions", **body, prompt=[TEXT] * 2)["choices"]) == 2
+        message = refused(served, "completions", 400, **body, prompt=[TEXT] * 3)
+    assert message == "the request has 3 prompts; the queue of this server holds 2"
 
 
 def test_a_body_without_its_content_type_is_told_so(api: ServedApi) -> None:

@@ -44,6 +44,31 @@ def test_every_view_of_the_explorer(tab: Tab, language: str, theme: str) -> None
     assert not any(found.values()), "\n".join(line for lines in found.values() for line in lines)
 
 
+def test_the_keyboard(tab: Tab) -> None:
+    """Arrows choose among segmented buttons, which keep the focus; an open dialog has the keyboard to itself."""
+    focus = "() => document.activeElement.dataset.value ?? null"
+    tab.open(model="en-ko", text=TEXT, view="heatmap", kind="encoder")
+    tab.page.focus('.controls [role=radio][data-value="encoder"]')
+    chosen = []
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        tab.page.keyboard.press(key)
+        tab.settled()
+        chosen.append((tab.state["kind"], tab.page.evaluate(focus)))
+    assert len({kind for kind, _ in chosen}) == 2
+    assert all(kind == held for kind, held in chosen)
+    tab.to("patterns")
+    tab.page.focus('.stage [role=radio][aria-checked="true"]')
+    tab.page.keyboard.press("ArrowRight")
+    tab.settled()
+    assert tab.state["pattern"] == tab.page.evaluate(focus) != ""
+    view = tab.state["view"]
+    for key in ("?", "?", "1"):
+        tab.page.keyboard.press(key)
+    tab.settled()
+    assert tab.page.locator("dialog").count() == 1
+    assert tab.state["view"] == view
+
+
 @pytest.fixture
 def page_of_its_own(browser: Any) -> Iterator[Any]:
     page = browser.new_page(viewport={"width": 1440, "height": 900})

@@ -76,6 +76,7 @@ def test_the_models_are_described(client: TestClient) -> None:
         "source": True,
         "causal": True,
         "layered": True,
+        "state_space": False,
         "experts": False,
         "history": False,
         "examples": [],

@@ -43,6 +43,14 @@ def test_every_chapter_is_a_page_whose_links_and_pictures_are_there(client: Test
     assert 'data-theme="dark"' in client.get(f"/learn/{language}/1?theme=dark").text
 
 
+def test_the_theme_of_an_address_is_not_part_of_the_page(client: TestClient) -> None:
+    page = client.get(
+        "/learn/en/1", params={"theme": '"><meta http-equiv=refresh content="0;url=//evil.example">'}
+    ).text
+    assert "http-equiv" not in page
+    assert 'href="/learn/en/2?theme=light"' in page
+
+
 def test_other_pages_are_refused_in_a_sentence(client: TestClient) -> None:
     for path in ("/learn/en/9", "/learn/en/0", "/learn/de/1", "/learn/images/none.png", "/learn/images/x.md"):
         assert "the course has no" in refusal(client.get(path), 404)

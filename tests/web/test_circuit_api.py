@@ -11,6 +11,7 @@ import torch
 from starlette.testclient import TestClient
 
 import regard
+from generation.spoken import classifier, language_model
 from regard.foundation.cancellation import Cancelled, cancel_with
 from regard.lens.activations import ActivationRecord
 from regard.lens.effects import target_tokens, text_losses
@@ -171,6 +172,36 @@ def test_every_head_is_switched_off_once(client: TestClient, models: dict[str, M
             tokens = [token for _, token in target_tokens(changed)]
             expected = float(torch.tensor(text_losses(changed, tokens)).mean().neg().exp())
     assert found["without"][kind][1][2] == pytest.approx(expected, rel=1e-3)
+
+
+def test_labels_and_values_are_no_softmax() -> None:
+    """A classifier of several labels has a sigmoid for each; a regression has a value."""
+    for fields in ({"problem_type": "multi_label"}, {"problem_type": "regression", "n_classes": 1}):
+        model = classifier(**fields)
+        with asking({"judge": model}) as client:
+            look, changed = opened(client, "judge"), opened(client, "judge", text=CHANGED)
+            said = asked(client, look, "contributions")
+            effects = asked(client, look, "heads")
+            assert effects["before"] == pytest.approx(said["probability"], **CLOSE)
+            assert len({effects["before"], *effects["without"]["encoder"][0]}) == 5
+            if model.config.problem_type == "multi_label":
+                options = {"kind": "encoder", "other": changed["id"], "layer": 0, "unit": 0}  # the same first token
+                for one in asked(client, look, "patched", **options)["predictions"]:
+                    assert one["patched"] == pytest.approx(one["corrupted"], **CLOSE)
+
+
+def test_a_story_needs_queries_and_keys() -> None:
+    with asking({"mamba": language_model(mixer="mamba2")}) as client:
+        look, at = opened(client, "mamba"), {"kind": "self", "layer": 0, "head": 0, "row": 1}
+        sentence = refusal(client.get(f"/api/looks/{look['id']}/story", params=at), 422)
+    assert sentence == "model 'mamba' has state spaces in place of queries and keys"
+
+
+@pytest.mark.parametrize("name", ["speaker", "recurrent"])
+def test_experts_of_a_model_without_any_are_refused(client: TestClient, name: str) -> None:
+    look = opened(client, name)
+    options = {"kind": next(iter(look["kinds"])), "layer": 0}
+    assert "has no experts" in refusal(client.get(f"/api/looks/{look['id']}/experts", params=options), 400)
 
 
 def test_how_well_a_text_is_foretold(client: TestClient, models: dict[str, Model]) -> None:

@@ -71,6 +71,7 @@ def home(models: dict[str, Model], critic: Model, writer: Model) -> Iterator[str
             ServedModel("speaker", "speaker", models["speaker"]),
             ServedModel("writer", "writer", writer),
             ServedModel("gru", "gru", translator("bahdanau-gru")),
+            ServedModel("mamba", "mamba", language_model(mixer="mamba")),
         ]
     ) as address:
         yield address
@@ -141,7 +142,8 @@ def test_it_opens_on_the_story_where_the_model_was_least_sure(tab: Tab, seen: Lo
 
 
 def test_models_without_layers_open_on_what_tells_most(tab: Tab) -> None:
-    for model, view in (("speaker", "story"), ("critic", "story"), ("images", "story"), ("gru", "align")):
+    views = {"speaker": "story", "critic": "story", "images": "story", "gru": "align", "mamba": "sentence"}
+    for model, view in views.items():
         tab.open(model=model)
         assert tab.page.get_attribute("nav [aria-selected=true]", "data-view") == view
 

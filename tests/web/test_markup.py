@@ -141,6 +141,20 @@ def check_svg(content: bytes) -> None:
         assert not [x for x in element.attrib.values() if x.startswith("javascript:")]
 
 
+def test_what_a_file_may_not_hold_is_replaced(tab: Tab) -> None:
+    """Formulas in tables, which spreadsheets would evaluate, and control characters in drawings, which are not XML."""
+    tab.open(model="critic", text=HOSTILE[0], view="heatmap")
+    table = """async () => (await import("/static/export.js")).csvOf([["=1+1", "-x", "@a", "+b", "a=b", -0.5, null]])"""
+    assert tab.page.evaluate(table) == "\ufeff'=1+1,'-x,'@a,'+b,a=b,-0.5,\r\n"
+    drawing = """async () => {
+      const { SvgPen } = await import("/static/pen.js"), pen = new SvgPen(9, 9, { font: "serif", ink: "black" });
+      pen.text("a\\u0000b\\u0007c\\ufffe", 0, 0);
+      return pen.toString();
+    }"""
+    (text,) = ElementTree.fromstring(tab.page.evaluate(drawing))
+    assert text.text == "a\ufffdb\ufffdc\ufffd"
+
+
 def test_in_exported_files(written: Look, tmp_path: Path, tally: Tally) -> None:
     with tally.attempt("SVG"):
         check_svg(written.heatmap(tmp_path / f"{NAME}.svg", title=HOSTILE[2]).read_bytes())

@@ -474,3 +474,48 @@ def test_image_overlay(tab: Tab, models: dict[str, Model], tmp_path: Path) -> No
 
     tab.in_both_languages(("Image", "이미지"), check)
     assert float(tab.files()[1][5]) == pytest.approx(float(weights[1, 0]), abs=1e-6)
+
+
+def test_only_the_look_that_was_requested_last_is_shown(tab: Tab, models: dict[str, Model]) -> None:
+    """The answer about the first text arrives after the one about the second."""
+    tab.open(model="en-ko", text=TEXT, view="heatmap", kind="encoder")
+    first, second, late = "[formal] Did the boy sing?", "[formal] Did the girl sing?", list[Any]()
+    tab.page.route(
+        "**/api/looks", lambda route: late.append(route) if first in route.request.post_data else route.continue_()
+    )
+    tab.page.fill("textarea[name=text]", first)
+    tab.page.press("textarea[name=text]", "Enter")
+    tab.page.fill("textarea[name=text]", second)
+    with tab.page.expect_response("**/api/looks"):
+        tab.page.press("textarea[name=text]", "Enter")
+    with tab.page.expect_response("**/api/looks"):
+        late[0].continue_()
+    tab.page.unroute("**/api/looks")
+    tab.settled()
+    tab.page.wait_for_function("document.querySelector('#app').getAttribute('aria-busy') === 'false'")
+    assert tab.state["text"] == second
+    assert tab.table()[0][1:] == [label.text for label in look(models["en-ko"], second).cols(kind="encoder")]
+
+
+def test_a_link_is_not_said_to_be_copied_where_there_is_no_clipboard(tab: Tab) -> None:
+    """As for a page over http from another machine."""
+    tab.open(model="en-ko", text=TEXT, view="heatmap")
+    assert "Copy link" in tab.page.inner_text("footer")
+    tab.page.evaluate("() => Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    tab.to("grid")
+    assert "Copy link" not in tab.page.inner_text("footer")
+
+
+def test_why_v_is_not_shown_is_said_in_korean(tab: Tab) -> None:
+    def shorten(route: Any) -> None:
+        answer = route.fetch()
+        steps = {name: value for name, value in answer.json().items() if name not in ("v", "contribution")}
+        route.fulfill(response=answer, json=steps | {"v_absent": ABSENT})
+
+    tab.page.route("**/walk?*", shorten)
+    tab.open(model="en-ko", text=TEXT, view="walk", lang="ko", row=1, col=1)
+    tab.page.unroute("**/walk?*")
+    assert "v는 512토큰까지의 문장에서 보여 줍니다. 이 문장은 600토큰입니다." in tab.texts()
+
+
+ABSENT = "v is shown for texts of at most 512 tokens; this one has 600"  # explain_weight

@@ -37,6 +37,24 @@ TRAIN = """async ([config, weights, ids, targets, batch, steps, lr]) => {
   return { attention, losses, gradients, weights: all("data") };
 }"""
 
+COUNT_TIMERS = """import "./worker.js";
+const pending = new Set(), wait = setTimeout, stop = clearTimeout;
+self.setTimeout = (work) => { const id = wait(() => { pending.delete(id); work(); }); pending.add(id); return id; };
+self.clearTimeout = (id) => { pending.delete(id); stop(id); };
+addEventListener("message", () => postMessage({ pending: pending.size }));"""
+START_TWICE = """async () => {
+  const { DEFAULTS: settings } = await import("./training.js"), seen = [];
+  const worker = new Worker("./count_timers.js", { type: "module" });
+  const orders = [{ do: "start", settings }, { do: "play" }, { do: "start", settings }, { do: "play" }];
+  const all = new Promise((done) => worker.addEventListener("message", ({ data }) => {
+    if (data.pending !== undefined && seen.push(data.pending) === orders.length) done();
+  }));
+  for (const order of orders) worker.postMessage(order);
+  await all;
+  worker.terminate();
+  return seen;
+}"""
+
 
 @pytest.fixture(scope="module")
 def home() -> str:
@@ -59,6 +77,22 @@ def watching(browser: Any, home: str) -> Iterator[Any]:
     yield page
     page.close()
     assert complaints == []
+
+
+def test_a_run_that_is_started_anew_leaves_no_second_loop(watching: Any, home: str) -> None:
+    watching.route("**/count_timers.js", lambda route: route.fulfill(body=COUNT_TIMERS, content_type="text/javascript"))
+    watching.goto(home)
+    assert max(watching.evaluate(START_TWICE)) == 1
+
+
+def test_settings_keep_the_keyboard(watching: Any, home: str) -> None:
+    watching.goto(home)
+    watching.focus('[data-name="n_heads"] [aria-checked="true"]')
+    before = watching.evaluate("() => document.activeElement.dataset.value")
+    watching.keyboard.press("ArrowRight")
+    after = watching.evaluate("() => document.activeElement.dataset.value ?? null")
+    assert after not in (before, None)
+    assert watching.get_attribute('[data-name="n_heads"] [aria-checked="true"]', "data-value") == after
 
 
 def near(found: list[float], expected: Tensor) -> None:

@@ -80,7 +80,7 @@ class ApiModel:
     def read_texts(self, inputs: Any, fields: dict[str, Any]) -> list[ModelInputs]:
         """Encode and check texts, token ids or messages; returns one item per input."""
         config, _ = self.search_config(fields)
-        self._check_length(inputs)
+        self.check_length(inputs)
         checked = read_inputs(self.model, self.codec.encode_inputs(inputs), config)
         return [checked.select([index]) for index in range(len(checked.rows))]
 
@@ -89,12 +89,13 @@ class ApiModel:
         pixels = [image_pixels(self.model, decode_image(image, self.limits)) for image in images]
         return [read_inputs(self.model, each, config) for each in pixels]
 
-    def _check_length(self, inputs: Any) -> None:
-        """Refuse a text that cannot fit into the context, before spending time on tokenising it."""
+    def check_length(self, inputs: list[Any]) -> None:
+        """Refuse texts and chats that cannot fit into the context, before spending time on tokenising them."""
         most = min(self.limits.characters, max(self.config.max_len, 16) * self.limits.characters_per_token)
-        for text in [inputs] if isinstance(inputs, str) else inputs:
-            if isinstance(text, str) and len(text) > most:
-                raise ValueError(f"a text has {len(text):,} characters; model {self.id!r} reads at most {most:,}")
+        chat = sum(len(message["content"]) for message in inputs if isinstance(message, dict))
+        for n in (chat, *(len(text) for text in inputs if isinstance(text, str))):
+            if n > most:
+                raise ValueError(f"a text has {n:,} characters; model {self.id!r} reads at most {most:,}")
 
     def search_fields(self, body: SearchBody, default_tokens: int | None = None) -> dict[str, Any]:
         """The fields of a ``GenerateConfig``; as with OpenAI, the default is to sample at temperature 1."""
@@ -157,9 +158,6 @@ class ApiModel:
         source_input: Any = source.tolist() if self.config.source == "text" else source[None]
         prefix = [token for token in inputs.rows[0] if token != self.config.bos_id]
         return look(self.model, source_input, [*prefix, *content] or [self.config.bos_id])
-
-    def look_at_input(self, item: Any) -> Look:
-        return look(self.model, item)
 
     # ------------------------------------------------------------------ whole inputs
 
@@ -224,8 +222,3 @@ def _pick(name: str, total: int, options: AttentionOptions) -> list[int]:
         if not -total <= index < total:
             raise ValueError(f"attention.{name} holds {index}; there are {total}: 0 to {total - 1}")
     return [index % total for index in indices]
-
-
-def open_api_models(models: Sequence[ServedModel | ApiModel], limits: Limits) -> dict[str, ApiModel]:
-    opened = [served if isinstance(served, ApiModel) else ApiModel(served, limits) for served in models]
-    return {model.id: model for model in opened}

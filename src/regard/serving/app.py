@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -11,9 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RegardError
-from ..web.api_keys import ApiKeys
-from ..web.requests import App, Limits, Receive, RequestGuard, RequestRefused, Scope, Send, is_local
-from ..web.server import check_key, listen, run_until_signal, server_config, url_of
+from ..web.api_keys import ApiKeys, read_keys
+from ..web.requests import App, Limits, Receive, RequestGuard, RequestRefused, Scope, Send
+from ..web.server import (
+    check_key,
+    end_process,
+    import_uvicorn,
+    listen,
+    run_until_signal,
+    server_config,
+    url_of,
+    who_can_reach,
+)
 from .reloadable_app import ReloadableApp, freeze_live_objects
 from .serve_config import OperationsConfig
 
@@ -57,11 +65,12 @@ def new_application(
     from fastapi import FastAPI
 
     from ..web.served_models import name_models
-    from .api_models import open_api_models
+    from .api_models import ApiModel
     from .routes import ServingState, router
 
     served = name_models(list(models.items())) if isinstance(models, dict) else list(models)
-    state = ServingState(open_api_models(served, limits), limits)
+    opened = [each if isinstance(each, ApiModel) else ApiModel(each, limits) for each in served]
+    state = ServingState({model.id: model for model in opened}, limits)
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -140,22 +149,22 @@ def serve_api(
     ``open_app`` builds the application from paths; by default the models are loaded in this process.
     """
     check_key(host, api_key, needs_key)
-    try:
-        import fastapi  # noqa: F401 - imported here to report a missing library in one line
-        import uvicorn
-    except ImportError:
-        raise RegardError("the API needs fastapi and uvicorn: pip install 'regard[api]'") from None
-
+    uvicorn = import_uvicorn("the API", "api")
     from .engine_scheduler import open_served
     from .operations import with_operations
 
     limits, operations = limits or Limits(), operations or OperationsConfig()
+    tls = operations.tls
     listening = listen(host, port)  # before the models are loaded: a port in use is reported at once
 
     def open_again() -> Any:
-        if isinstance(api_key, ApiKeys):
-            api_key.reload()
-        return open_paths(operations.models_now() or paths)
+        """Read keys, config and models again; the keys are replaced last, so that a failure changes nothing."""
+        keys = api_key if isinstance(api_key, ApiKeys) else None
+        new_keys = None if keys is None or keys.path is None else read_keys(keys.path)
+        app = open_paths(operations.models_now() or paths)
+        if keys is not None and new_keys is not None:
+            keys.replace(new_keys)
+        return app
 
     has_explorer = has_explorer and open_app is None and engine == "torch"
     open_paths = open_app or (
@@ -163,19 +172,14 @@ def serve_api(
     )
     reloadable = ReloadableApp(open_paths(paths), open_again, say)
     app = with_operations(reloadable, limits, host, api_key, operations, refusal_body)
-    server = uvicorn.Server(server_config(app, limits, operations.drain_seconds, operations.tls))
+    server = uvicorn.Server(server_config(app, limits, operations.drain_seconds, tls))
     listening.listen()
-    url = url_of(host, listening, operations.tls)
+    url = url_of(host, listening, tls)
     for line in _announcement(url, host, reloadable.state.model_names, has_explorer, has_key=api_key is not None):
         say(f"regard: {line}")
     freeze_live_objects()
     reloadable.is_shutting_down = lambda: bool(server.should_exit)
-    code = run_until_signal(server, listening)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if not reloadable.is_idle:  # a computing thread cannot be stopped, and Python would wait for it
-        os._exit(code)
-    return code
+    return end_process(run_until_signal(server, listening), is_busy=not reloadable.is_idle)
 
 
 def _announcement(url: str, host: str, names: Sequence[str], has_explorer: bool, has_key: bool) -> list[str]:
@@ -183,7 +187,4 @@ def _announcement(url: str, host: str, names: Sequence[str], has_explorer: bool,
     lines = [f"{url}v1 serves {', '.join(names)} (press Ctrl-C to stop)"]
     if has_explorer:
         lines.append(f"explorer at {url}{'?key=KEY' if has_key else ''}")
-    if not is_local(host):
-        who = "anyone with the key" if has_key else "anyone"
-        lines.append(f"reachable from other machines ({host}): {who} can use it")
-    return lines
+    return [*lines, *who_can_reach(host, has_key)]

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from ..generation.beam_search import Hypothesis
 from ..generation.prompts import ModelInputs
-from ..generation.stop_conditions import Finish, TextPieces, first_stop_token, text_pieces
+from ..generation.stop_conditions import Finish, TextPieces, first_stop_token
 from .api_models import ApiModel
 from .running_text import FailureEvent, SearchEvent, TextEvent, TextRequest, TokenEvent
 
@@ -80,17 +80,10 @@ class Writing:
         self.choices += group
 
     @property
-    def n_prompt(self) -> int:
-        return sum(request.n_prompt for request in self.requests)
-
-    @property
     def usage(self) -> dict[str, int]:
+        n_prompt = sum(request.n_prompt for request in self.requests)
         n_written = sum(choice.n_written for choice in self.choices)
-        return {
-            "prompt_tokens": self.n_prompt,
-            "completion_tokens": n_written,
-            "total_tokens": self.n_prompt + n_written,
-        }
+        return {"prompt_tokens": n_prompt, "completion_tokens": n_written, "total_tokens": n_prompt + n_written}
 
     async def follow(self) -> AsyncIterator[tuple[TextChoice, str]]:
         """Submit the requests and yield each choice as it changes, with its new text.
@@ -136,9 +129,7 @@ class Writing:
         for choice, hypothesis in zip(group, [*hypotheses, *hypotheses[:1] * len(group)], strict=False):
             choice.tokens, choice.score = list(hypothesis.content), hypothesis.score
             choice.n_written = len(hypothesis.tokens)
-            stop, n_least = choice.pieces._stop, choice.pieces._n_least
-            decode = self.model.decode_for(choice.inputs)
-            choice.text = "".join(text_pieces(hypothesis.content, decode, stop, n_least))
+            choice.text = "".join(map(choice.pieces.push, hypothesis.content)) + choice.pieces.finish()
             choice.finish_reason = _REASONS[hypothesis.finish]
         return [choice.text for choice in group]
 

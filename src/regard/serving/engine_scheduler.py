@@ -6,6 +6,7 @@ refused by name. The torch model is loaded as well: it encodes the inputs and co
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,7 @@ class EngineScheduler(Scheduler):
         return batch
 
     def _decode(self, requests: Sequence[TextRequest]) -> list[Hypothesis]:
+        """The text of each request; an engine returns no scores."""
         config = requests[0].config
         if config.beam > 1:
             config = config.with_(early_stopping=self.engine.early_stopping)
@@ -77,7 +79,7 @@ class EngineScheduler(Scheduler):
         rows = [one.rows[0] if one.sources is None else one.sources[0].tolist() for one in inputs]
         limits = [int(request.reading.prompts.limit[0]) for request in requests]
         return [
-            Hypothesis(tokens, 0.0, "length" if len(tokens) >= limit else "end", 0, [0] * len(tokens))
+            Hypothesis(tokens, math.nan, "length" if len(tokens) >= limit else "end", 0, [0] * len(tokens))
             for tokens, limit in zip(self.engine.write(rows, config), limits, strict=True)
         ]
 

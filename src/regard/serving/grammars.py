@@ -43,15 +43,13 @@ class Grammars:
             raise ValueError("response_format needs an end token, which this model does not have")
         self._tokenizer = LLTokenizer(TokenizerWrapper(_TokenBytes(codec, n_tokens, eos_id)), n_vocab=n_tokens)
 
-    def new_constraint(self, format_: ResponseFormat) -> Callable[[], GrammarConstraint] | None:
-        """Compile a format; returns a function that makes a constraint for each text, or None if any text will do.
+    def new_constraint(self, format_: ResponseFormat) -> Callable[[], GrammarConstraint]:
+        """Compile a format other than "text"; returns a function that makes a constraint for each text.
 
         Raises ValueError if the grammar is invalid.
         """
         from llguidance import LLMatcher
 
-        if format_.type == "text":
-            return None
         if format_.type == "regex":
             if format_.pattern is None:
                 raise ValueError("response_format of type regex needs a pattern")

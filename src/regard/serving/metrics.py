@@ -17,6 +17,7 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}  # inven
 _GAUGES = ("waiting", "running", "rows")  # the other fields of SchedulerStatistics are counters
 
 Labels = Mapping[str, str | int]
+Sample = tuple[str, Labels, float]  # suffix of the metric's name, labels, value
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Histogram:
         self.counts[bisect_left(_BOUNDS, seconds)] += 1
         self.total += seconds
 
-    def samples(self, labels: Labels) -> Iterator[tuple[str, Labels, float]]:
+    def samples(self, labels: Labels) -> Iterator[Sample]:
         n = 0
         for bound, count in zip((*map(str, _BOUNDS), "+Inf"), self.counts, strict=True):
             n += count
@@ -77,19 +78,13 @@ class RequestMetrics:
 
     def to_text(self, schedulers: Mapping[str, Any]) -> str:
         """All metrics in the text format; ``schedulers`` maps each model to its ``SchedulerStatistics``."""
+        requests: list[Sample] = [
+            ("", {"method": m, "route": r, "status": s}, n) for (m, r, s), n in sorted(self.requests.items())
+        ]
+        keys: list[Sample] = [("", {"key": key, "status": status}, n) for (key, status), n in sorted(self.keys.items())]
         parts = [
-            _metric(
-                "requests_total",
-                "counter",
-                "Requests answered.",
-                (("", {"method": m, "route": r, "status": s}, n) for (m, r, s), n in sorted(self.requests.items())),
-            ),
-            _metric(
-                "key_requests_total",
-                "counter",
-                "Requests answered, by API key.",
-                (("", {"key": key, "status": status}, n) for (key, status), n in sorted(self.keys.items())),
-            ),
+            _metric("requests_total", "counter", "Requests answered.", requests),
+            _metric("key_requests_total", "counter", "Requests answered, by API key.", keys),
             _metric("requests_in_progress", "gauge", "Requests being answered.", [("", {}, self.in_progress)]),
             _metric("reloads_total", "counter", "Reloads of the models.", [("", {}, self.reloads)]),
             _metric("first_byte_seconds", "histogram", "Time to the first byte.", _histograms(self.first_byte)),
@@ -103,12 +98,12 @@ class RequestMetrics:
         return "".join(parts)
 
 
-def _histograms(by_route: Mapping[str, Histogram]) -> Iterator[tuple[str, Labels, float]]:
+def _histograms(by_route: Mapping[str, Histogram]) -> Iterator[Sample]:
     for route, histogram in sorted(by_route.items()):
         yield from histogram.samples({"route": route})
 
 
-def _metric(name: str, kind: str, about: str, samples: Iterable[tuple[str, Labels, float]]) -> str:
+def _metric(name: str, kind: str, about: str, samples: Iterable[Sample]) -> str:
     lines = [f"# HELP regard_{name} {about}", f"# TYPE regard_{name} {kind}"]
     for suffix, labels, value in samples:
         pairs = ",".join(f'{key}="{_escape(str(text))}"' for key, text in labels.items())

@@ -8,7 +8,6 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
-from .api_models import ApiModel
 from .choices import TextChoice, Writing
 from .request_bodies import ChatBody, CompletionBody, OpenAIBody
 
@@ -18,8 +17,8 @@ class OpenAIDocument:
 
     kind, chunk_kind, prefix = "", "", ""
 
-    def __init__(self, model: ApiModel, body: OpenAIBody, writing: Writing) -> None:
-        self.model, self.body, self.writing = model, body, writing
+    def __init__(self, body: OpenAIBody, writing: Writing) -> None:
+        self.model, self.body, self.writing = writing.model, body, writing
         self.extras: dict[int, dict[str, Any]] = {}  # additional fields of each choice, by its index
         self._n_logged: dict[int, int] = {}  # number of tokens of each choice whose log P was sent
         self._n_letters: dict[int, int] = {}  # number of characters in those tokens
@@ -56,15 +55,16 @@ class OpenAIDocument:
     def delta(self, choice: TextChoice, piece: str, start: int) -> dict[str, Any]:
         raise NotImplementedError
 
-    def token_text(self, token: int) -> str:
-        """The text of a token; a part of a character is written as OpenAI does, ``bytes:\\xec``."""
+    def spell(self, token: int) -> tuple[str, bytes]:
+        """The text of a token and its bytes; a part of a character is written as OpenAI does, ``bytes:\\xec``."""
         tokenizer = self.model.codec.target
         if (spelled := tokenizer.token_bytes(token)) is None:
-            return tokenizer.token(token) or f"<{token}>"
+            text = tokenizer.token(token) or f"<{token}>"
+            return text, text.encode()
         try:
-            return spelled.decode()
+            return spelled.decode(), spelled
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled), spelled
 
 
 class CompletionDocument(OpenAIDocument):
@@ -96,14 +96,20 @@ class CompletionDocument(OpenAIDocument):
         return self.model.codec.decode(choice.inputs.rows[0]) if self.body.echo else ""
 
     def _log_probs(self, choice: TextChoice, start: int) -> dict[str, Any]:
-        """log P of the tokens from ``start`` on; a stream sends each of them once."""
-        texts = [self.token_text(token) for token in choice.tokens[start:]]
-        *offsets, end = accumulate(map(len, texts), initial=self._n_letters.get(choice.index, 0))
+        """log P of the tokens from ``start`` on; a stream sends each of them once.
+
+        As with OpenAI, the chosen token is always among the likeliest, so there may be one more of them than requested.
+        """
+        texts, log_probs = [self.spell(token)[0] for token in choice.tokens[start:]], choice.log_probs[start:]
+        n_before = self._n_letters.get(choice.index, len(self._echo(choice)))
+        *offsets, end = accumulate(map(len, texts), initial=n_before)
         self._n_letters[choice.index] = end
+        tops = [{self.spell(token)[0]: value for token, value in top} for top in choice.tops[start:]]
+        chosen = [{text: value} for text, value in zip(texts, log_probs, strict=True)]
         return {
             "tokens": texts,
-            "token_logprobs": choice.log_probs[start:],
-            "top_logprobs": [{self.token_text(token): value for token, value in top} for top in choice.tops[start:]],
+            "token_logprobs": log_probs,
+            "top_logprobs": [{**top, **own} for top, own in zip(tops, chosen, strict=True)],
             "text_offset": offsets,
         }
 
@@ -139,8 +145,8 @@ class ChatDocument(OpenAIDocument):
             return None
 
         def token_entry(token: int, value: float) -> dict[str, Any]:
-            text = self.token_text(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            text, spelled = self.spell(token)
+            return {"token": text, "logprob": value, "bytes": list(spelled)}
 
         rows = zip(choice.tokens[start:], choice.log_probs[start:], choice.tops[start:], strict=True)
         content = [

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from ..web.api_keys import ApiKeys
-from ..web.requests import INFO, App, Limits, Message, Receive, RefusalBody, RequestGuard, Scope, Send
+from ..web.requests import INFO, App, Limits, Message, Receive, RefusalBody, RequestGuard, Scope, Send, send_response
 from .metrics import RequestMetrics
 from .serve_config import OperationsConfig
 
@@ -141,21 +141,14 @@ def with_operations(
     """Wrap an application, from the inside out, in keys and limits, CORS, and metrics with the access log."""
     from starlette.middleware.cors import CORSMiddleware
 
-    origins = list(config.allow_origin)
+    origins = [origin.rstrip("/").lower() for origin in config.allow_origin]  # as browsers send them
     layer: App = RequestGuard(app, limits, host, keys, refusal_body, origins, config.allow_host)
-    if origins:
-        headers = ["authorization", "content-type", "x-request-id"]
-        layer = CORSMiddleware(layer, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=headers)
+    if origins:  # any header may be sent: OpenAI's client for JavaScript has a dozen of its own
+        headers = {"allow_headers": ["*"], "expose_headers": ["x-request-id", "retry-after"]}
+        layer = CORSMiddleware(layer, allow_origins=origins, allow_methods=["GET", "POST"], **headers)
     options: dict[str, Any] = {"write_log": config.open_log(), "log_texts": config.log_texts}
     return Operations(layer, app.metrics, is_ready=lambda: app.is_ready, **options)
 
 
 async def send_json(send: Send, status: int, document: dict[str, Any]) -> None:
     await send_response(send, status, json.dumps(document).encode(), "application/json")
-
-
-async def send_response(send: Send, status: int, content: bytes, content_type: str) -> None:
-    headers = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
-    headers.append((b"cache-control", b"no-store"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": content})

@@ -15,6 +15,7 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,9 +205,8 @@ def deploy_api(
     serve = _import_serve()
     ray, connected_here = connect_ray(on)
     try:
-        fields: dict[str, Any] = {"replicas": replicas, "cores": cores, "device": device, "limits": limits}
-        fields["engine"] = engine
-        return serve_api(paths, limits=limits, open_app=lambda current: open_replicas(current, **fields), **options)
+        open_app = partial(open_replicas, replicas=replicas, cores=cores, device=device, engine=engine, limits=limits)
+        return serve_api(paths, limits=limits, open_app=open_app, **options)
     finally:
         serve.shutdown()
         if connected_here:

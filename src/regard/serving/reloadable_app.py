@@ -12,21 +12,23 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ..web.requests import INFO, Receive, Scope, Send
+from ..web.requests import INFO, Receive, Scope, Send, send_response
 from .metrics import CONTENT_TYPE, RequestMetrics
-from .operations import send_json, send_response
+from .operations import send_json
 
 
 class _RunningApp:
     """An application with its lifespan, and the number of its open requests."""
 
     def __init__(self, app: Any) -> None:
-        self.app, self.n_requests, self.is_idle = app, 0, asyncio.Event()
+        self.app, self.is_started = app, False
+        self.n_requests, self.is_idle = 0, asyncio.Event()
         self.is_idle.set()
 
     async def start(self) -> None:
         self._lifespan = self.app.router.lifespan_context(self.app)
         await self._lifespan.__aenter__()
+        self.is_started = True
 
     async def finish(self) -> None:
         """Wait for the last request, then close the application."""
@@ -62,18 +64,17 @@ class ReloadableApp:
     """
 
     def __init__(self, first: Any, open_app: Callable[[], Any], say: Callable[[str], None]) -> None:
-        self._first, self._open_app, self._say, self.metrics = first, open_app, say, RequestMetrics()
-        self._running: _RunningApp | None = None
+        self._running, self._open_app, self._say, self.metrics = _RunningApp(first), open_app, say, RequestMetrics()
         self._lock, self._tasks = asyncio.Lock(), set[asyncio.Task[None]]()
         self.is_shutting_down: Callable[[], bool] = lambda: False  # set to uvicorn's flag by serve_api
 
     @property
     def state(self) -> Any:
-        return (self._first if self._running is None else self._running.app).state
+        return self._running.app.state
 
     @property
     def is_ready(self) -> bool:
-        return self._running is not None and not self.is_shutting_down()
+        return self._running.is_started and not self.is_shutting_down()
 
     @property
     def is_idle(self) -> bool:
@@ -85,24 +86,22 @@ class ReloadableApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._run_lifespan(receive, send)
         elif scope["path"] == "/metrics":
             scope.setdefault(INFO, {})["route"] = "/metrics"
             content = self.metrics.to_text(self._scheduler_statistics()).encode()
             await send_response(send, 200, content, CONTENT_TYPE)
         elif scope["path"] == "/admin/reload":
             await self._answer_reload(scope, send)
-        elif (running := self._running) is None:
-            await send_json(send, 503, {"error": "the models are still loading; try again in a moment"})
+        elif self._running.is_started:
+            await self._running(scope, receive, send)
         else:
-            await running(scope, receive, send)
+            await send_json(send, 503, {"error": "the models are still loading; try again in a moment"})
 
-    async def _live(self, receive: Receive, send: Send) -> None:
+    async def _run_lifespan(self, receive: Receive, send: Send) -> None:
         """ASGI's lifespan: start the first application, and at shutdown close the current one."""
         await receive()
-        running = _RunningApp(self._first)
-        await running.start()
-        self._running = running
+        await self._running.start()
         no_signals = NotImplementedError, RuntimeError, ValueError, AttributeError  # not the main thread, no SIGHUP
         with suppress(*no_signals):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._start_reload)
@@ -126,8 +125,7 @@ class ReloadableApp:
             await new.start()
             old, self._running = self._running, new
             self.metrics.reloads += 1
-        if old is not None:
-            self._keep(asyncio.create_task(self._finish(old)))
+        self._keep(asyncio.create_task(self._finish(old)))
 
     async def _finish(self, old: _RunningApp) -> None:
         await old.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..foundation.jsonio import to_jsonable
 from ..generation.prompts import ModelInputs
+from ..lens import look
 from ..web.requests import Limits
 from ..web.served_models import decode_image
 from .api_errors import ApiError, error_document
@@ -38,6 +40,7 @@ from .request_bodies import (
 _DEFAULT_TOKENS = 16  # OpenAI's default max_tokens of a completion
 _DEFAULT_BEAMS = 4  # for translations and captions, as in Vaswani et al. 2017
 _CLASSIFY_BATCH = 8  # inputs classified between two decode steps, during which all running texts wait
+_LOG = logging.getLogger("uvicorn.error")  # where other internal errors are logged
 
 
 @dataclass(eq=False)
@@ -84,20 +87,9 @@ async def completions(state: State, body: CompletionBody) -> Response:
     if best_of > body.n and (body.stream or body.beams):
         raise ApiError(400, "best_of > n cannot be combined with stream or beams", "best_of")
     n_top = body.logprobs if body.logprobs is not None else (0 if best_of > body.n else None)
-
-    def prepare() -> Writing:
-        prompts = [body.prompt] if _is_one(body.prompt) else body.prompt
-        return _new_writing(model, body, prompts, _DEFAULT_TOKENS, n_top, best_of)
-
-    writing = await asyncio.to_thread(prepare)
-    document = CompletionDocument(model, body, writing)
-    if body.stream:
-        return await _stream(writing, body, document)
-    choices = await writing.finish()
-    if best_of > body.n:
-        choices = _best_of(choices, best_of, body.n)
-    await _add_attention(model, choices, body, document.extras)
-    return await _respond(document.whole(choices), is_large=body.attention is not None)
+    prompts = _as_list(body.prompt)
+    writing = await asyncio.to_thread(_new_writing, model, body, prompts, _DEFAULT_TOKENS, n_top, best_of)
+    return await _respond_as_openai(CompletionDocument(body, writing), best_of)
 
 
 @router.post("/chat/completions")
@@ -112,18 +104,9 @@ async def chat_completions(state: State, body: ChatBody) -> Response:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     n_top = (body.top_logprobs or 0) if body.logprobs else None
     body = body.model_copy(update={"max_tokens": body.max_completion_tokens or body.max_tokens})
-
-    def prepare() -> Writing:
-        messages = [message.to_dict() for message in body.messages]
-        return _new_writing(model, body, messages, None, n_top, body.n)
-
-    writing = await asyncio.to_thread(prepare)
-    document = ChatDocument(model, body, writing)
-    if body.stream:
-        return await _stream(writing, body, document)
-    choices = await writing.finish()
-    await _add_attention(model, choices, body, document.extras)
-    return await _respond(document.whole(choices), is_large=body.attention is not None)
+    messages = [message.to_dict() for message in body.messages]
+    writing = await asyncio.to_thread(_new_writing, model, body, messages, None, n_top, body.n)
+    return await _respond_as_openai(ChatDocument(body, writing), body.n)
 
 
 @router.post("/translate")
@@ -132,13 +115,7 @@ async def translate(state: State, body: TranslateBody) -> Response:
     model = _writer(state, body.model)
     if model.task != "translate":
         raise ApiError(400, f"model {model.id!r} does not translate: its task is {model.task}", "model")
-    texts = [body.text] if isinstance(body.text, str) else body.text
-
-    def prepare() -> Writing:
-        return _new_search(model, body, lambda fields: _read_sources(model, body, texts, fields))
-
-    writing = await asyncio.to_thread(prepare)
-    return await _respond_to_search(model, body, writing, "translation", "translations", len(texts))
+    return await _respond_to_search(model, body, partial(_read_sources, model, body), "translation")
 
 
 @router.post("/caption")
@@ -147,13 +124,7 @@ async def caption(state: State, body: CaptionBody) -> Response:
     model = _writer(state, body.model)
     if model.task != "caption":
         raise ApiError(400, f"model {model.id!r} does not caption images: its task is {model.task}", "model")
-    images = [body.image] if isinstance(body.image, str) else body.image
-
-    def prepare() -> Writing:
-        return _new_search(model, body, lambda fields: model.read_images(images, fields))
-
-    writing = await asyncio.to_thread(prepare)
-    return await _respond_to_search(model, body, writing, "caption", "captions", len(images))
+    return await _respond_to_search(model, body, partial(model.read_images, _as_list(body.image)), "caption")
 
 
 @router.post("/classify")
@@ -166,11 +137,12 @@ async def classify(state: State, body: ClassifyBody) -> Response:
     name, value, other = ("image", body.image, body.text) if reads_images else ("text", body.text, body.image)
     if value is None or other is not None:
         raise ApiError(400, f"model {model.id!r} reads {name}: give {name} and nothing else", name)
-
     model.check_attention(body.attention)
-    inputs: list[Any] = [value] if isinstance(value, str) else list(value)
+    inputs = _as_list(value)
     if reads_images:
         inputs = await asyncio.to_thread(lambda: [decode_image(item, state.limits) for item in inputs])
+    else:
+        model.check_length(inputs)
     results = []
     for start in range(0, len(inputs), _CLASSIFY_BATCH):
         batch = inputs[start : start + _CLASSIFY_BATCH]
@@ -178,7 +150,7 @@ async def classify(state: State, body: ClassifyBody) -> Response:
         results += [{"label": x.label, "probability": x.probability, "probabilities": x.all} for x in classified]
     if body.attention is not None:
         for item, result in zip(inputs, results, strict=True):
-            seen = await _run(model, partial(model.look_at_input, item))
+            seen = await _run(model, partial(look, model.model, item))
             result["attention"] = await asyncio.to_thread(attention_document, seen, body.attention)
     document = {"object": "classification", "model": model.id, "results": results}
     return await _respond(document, is_large=body.attention is not None)
@@ -188,8 +160,7 @@ async def classify(state: State, body: ClassifyBody) -> Response:
 async def embeddings(state: State, body: EmbeddingBody) -> Response:
     """Embed texts: one vector each, equal to ``regard.embed``'s."""
     model = state.find(body.model)
-    inputs = [body.input] if _is_one(body.input) else body.input
-    sources = await asyncio.to_thread(model.read_to_embed, inputs)
+    sources = await asyncio.to_thread(model.read_to_embed, _as_list(body.input))
     # One text at a time: its vector does not depend on its neighbours, and running texts decode in between.
     vectors = [await _run(model, partial(model.embed, source)) for source in sources]
 
@@ -214,8 +185,9 @@ def _writer(state: ServingState, name: str) -> ApiModel:
     return model
 
 
-def _is_one(prompt: Any) -> bool:
-    return isinstance(prompt, str) or isinstance(prompt[0], int)
+def _as_list(inputs: Any) -> list[Any]:
+    """Several inputs as they are, and one (a string, or the token ids of one text) as a list of one."""
+    return [inputs] if isinstance(inputs, str) or isinstance(inputs[0], int) else inputs
 
 
 def _new_writing(
@@ -251,8 +223,9 @@ def _new_search(model: ApiModel, body: SearchBody, read: Callable[[dict[str, Any
     return writing
 
 
-def _read_sources(model: ApiModel, body: TranslateBody, texts: list[str], fields: dict[str, Any]) -> list[ModelInputs]:
-    codec = model.codec
+def _read_sources(model: ApiModel, body: TranslateBody, fields: dict[str, Any]) -> list[ModelInputs]:
+    codec, texts = model.codec, _as_list(body.text)
+    model.check_length(texts)
     if body.target_language is not None:
         fields["prefix"] = (codec.language_id(body.target_language),)
     if body.source_language is None:
@@ -290,9 +263,10 @@ async def _add_attention(
 
 
 async def _respond_to_search(
-    model: ApiModel, body: SearchBody, writing: Writing, kind: str, name: str, n: int
+    model: ApiModel, body: SearchBody, read: Callable[[dict[str, Any]], list[ModelInputs]], kind: str
 ) -> Response:
     """The response to translations and captions: the best text of each input, with alternatives if n > 1."""
+    writing = await asyncio.to_thread(_new_search, model, body, read)
     choices = await writing.finish()
     extras: dict[int, dict[str, Any]] = {}
     await _add_attention(model, choices, body, extras)
@@ -302,11 +276,11 @@ async def _respond_to_search(
         return {"text": choice.text, "finish_reason": choice.finish_reason, **score, **extras.get(choice.index, {})}
 
     results = []
-    for index in range(n):
-        best, *rest = choices[index * body.n : (index + 1) * body.n]
+    for start in range(0, len(choices), body.n):
+        best, *rest = choices[start : start + body.n]
         alternatives = {"alternatives": [entry(choice) for choice in rest]} if body.n > 1 else {}
         results.append(entry(best) | alternatives)
-    document = {"object": kind, "model": model.id, name: results, "usage": writing.usage}
+    document = {"object": kind, "model": model.id, f"{kind}s": results, "usage": writing.usage}
     return await _respond(document, is_large=body.attention is not None)
 
 
@@ -320,25 +294,34 @@ async def _respond(content: Any, is_large: bool) -> Response:
     return await asyncio.to_thread(serialise) if is_large else serialise()
 
 
-async def _stream(writing: Writing, body: OpenAIBody, document: OpenAIDocument) -> Response:
+async def _respond_as_openai(document: OpenAIDocument, best_of: int) -> Response:
+    """The response to a completion or chat, whole or as a stream; of ``best_of`` texts per prompt the best are kept."""
+    body, writing = document.body, document.writing
+    if body.stream:
+        return await _stream(document)
+    choices = await writing.finish()
+    if best_of > body.n:
+        choices = _best_of(choices, best_of, body.n)
+    await _add_attention(writing.model, choices, body, document.extras)
+    return await _respond(document.whole(choices), is_large=body.attention is not None)
+
+
+async def _stream(document: OpenAIDocument) -> Response:
     """Server-sent events: a chunk for each piece of text, then [DONE].
 
     The first event is awaited before the response starts, so that a full queue is still reported by a status.
     """
-    following = writing.follow()
+    following = document.writing.follow()
     first = await anext(following, None)
-    events = _chunks(first, following, writing, body, document)
+    events = _chunks(first, following, document)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 async def _chunks(
-    first: tuple[TextChoice, str] | None,
-    following: AsyncIterator[tuple[TextChoice, str]],
-    writing: Writing,
-    body: OpenAIBody,
-    document: OpenAIDocument,
+    first: tuple[TextChoice, str] | None, following: AsyncIterator[tuple[TextChoice, str]], document: OpenAIDocument
 ) -> AsyncIterator[bytes]:
+    body, writing = document.body, document.writing
     async with aclosing(following):  # type: ignore[type-var]  # an async generator
         try:
             for chunk in document.beginning():
@@ -356,7 +339,10 @@ async def _chunks(
             if body.stream_options is not None and body.stream_options.include_usage:
                 yield _event(document.frame() | {"choices": [], "usage": writing.usage})
         except Exception as failure:  # the status has been sent: report the error as an event
-            yield _event(error_document(failure)[1])
+            status, content, _ = error_document(failure)
+            if status == 500:
+                _LOG.exception("a stream ended with an error")
+            yield _event(content)
         yield b"data: [DONE]\n\n"
 
 

@@ -98,6 +98,8 @@ class Scheduler:
         """Raise unless ``n_requests`` more requests would be accepted."""
         if self._closing:
             raise SchedulerClosed
+        if n_requests > (most := self._waiting.max_waiting):  # however often the client tries again
+            raise ValueError(f"the request has {n_requests} prompts; the queue of this server holds {most}")
         if not self._waiting.has_room(n_requests):
             self.statistics.refused += n_requests
             n_rounds = 1 + len(self._waiting) // max(1, len(self._running))
@@ -139,8 +141,8 @@ class Scheduler:
             while self._wait_for_work():
                 try:
                     self._do_round()
-                except Exception as error:  # unexpected: every client still gets an answer
-                    self._fail_all(error)
+                except BaseException as error:  # unexpected, such as a panic in Rust: every client gets an answer
+                    self._fail_all(error if isinstance(error, Exception) else RuntimeError(str(error)))
         self._refuse_pending()
 
     def _refuse_pending(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,11 @@ class OperationsConfig(BaseModel):
         for file in (self.tls_cert, self.tls_key):
             if not file.is_file():
                 raise UsageError(f"there is no file {file} for TLS")
+        try:  # no password: the server could not ask for one
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except OSError as error:
+            names = f"{self.tls_cert} and {self.tls_key}"
+            raise UsageError(f"{names} are not a certificate and its unencrypted key in PEM: {error}") from None
         return self.tls_cert, self.tls_key
 
     def models_now(self) -> tuple[str, ...]:

@@ -44,9 +44,9 @@ class ApiKeys:
     ) -> None:
         self.path, self._now, self._secret = path, now, secrets.token_bytes(32)
         self._buckets: dict[str, tuple[float, float]] = {}  # by name: (requests left, time of that count)
-        self._set(keys)
+        self.replace(keys)
 
-    def _set(self, keys: Iterable[ApiKey]) -> None:
+    def replace(self, keys: Iterable[ApiKey]) -> None:
         self._by_digest = {key.sha256: key for key in keys}
         self._by_cookie = {self.cookie(key): key for key in self._by_digest.values()}
 
@@ -58,11 +58,6 @@ class ApiKeys:
     @classmethod
     def read(cls, path: str | Path) -> ApiKeys:
         return cls(read_keys(Path(path)), Path(path))
-
-    def reload(self) -> None:
-        """Read the file again; if it is invalid, this raises and the keys stay as they were."""
-        if self.path is not None:
-            self._set(read_keys(self.path))
 
     def find(self, bearers: Iterable[str], cookies: Iterable[str] = ()) -> ApiKey | None:
         """The entry of the first known key or cookie; None if there is none."""

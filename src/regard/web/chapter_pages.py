@@ -37,6 +37,7 @@ def chapter_page(number: int, language: str, theme: str = "light") -> str:
     files = chapter_files(language) if language in LANGUAGES else []
     if not 1 <= number <= len(files):
         raise RequestRefused(404, f"the course has no chapter {number} in {language!r}")
+    theme = "dark" if theme == "dark" else "light"  # any other value would become part of the page
     markdown, names = files[number - 1].read_text(encoding="utf-8"), _NAMES[language]
     title = escape(markdown.partition("\n")[0].lstrip("# "))
     other = next(one for one in LANGUAGES if one != language)
@@ -49,7 +50,7 @@ def chapter_page(number: int, language: str, theme: str = "light") -> str:
         link(n, language, str(n), **({"aria-current": "page"} if n == number else {})) for n in range(1, len(files) + 1)
     )
     return f"""<!doctype html>
-<html lang="{language}" data-theme="{"dark" if theme == "dark" else "light"}">
+<html lang="{language}" data-theme="{theme}">
 <head>
   <meta charset="utf-8">
   <meta name="viewport" content="width=device-width, initial-scale=1">

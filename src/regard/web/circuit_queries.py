@@ -179,7 +179,8 @@ class PatchedPair:
             patch = Patch(site, unit) if self.targets.over == "heads" else Patch(site, None, unit)
             (logits,) = PatchRunner(self.model, self.inputs[1]).run_patches([patch], record, self._logits)
         clean, corrupted = self.chances
-        runs = {"clean": clean, "corrupted": corrupted, "patched": logits.softmax(-1)}
+        chances = class_probabilities(self.model, logits) if self.is_class else logits.softmax(-1)
+        runs = {"clean": clean, "corrupted": corrupted, "patched": chances}
         best = torch.stack([*runs.values()]).amax(0).topk(min(_BARS, len(clean))).indices.tolist()
         return {
             "predictions": [
@@ -243,7 +244,7 @@ def head_effects(session: LookSession, limits: Limits) -> dict[str, Any]:
     def chance(logits: Tensor) -> Tensor:
         """The mean probability of the targets under logits of a batch of runs, (B,)."""
         if is_class:
-            return logits.softmax(-1)[:, int(ids)]
+            return class_probabilities(model, logits)[:, int(ids)]
         log_probs = logits[:, : len(ids)].log_softmax(-1)
         return log_probs.gather(-1, ids.expand(len(log_probs), -1)[..., None])[..., 0].mean(1).exp()
 
@@ -313,7 +314,11 @@ def probabilities(look: Look, position: int) -> Tensor:
     if model.class_head is None:
         return look.logits(slice(position, position + 1))[0].softmax(-1)
     logits = model.class_head(look.hidden()[None])[0].float()
-    logits = logits if logits.dim() == 1 else logits[position]
+    return class_probabilities(model, logits if logits.dim() == 1 else logits[position])
+
+
+def class_probabilities(model: Any, logits: Tensor) -> Tensor:
+    """The probabilities of all classes from their logits (..., C); of a regression, its value."""
     match model.config.problem_type:
         case "regression":
             return logits

@@ -50,10 +50,9 @@ def look_document(session: LookSession, words: bool = False, specials: bool = Tr
 def routing_document(session: LookSession, view: HeadView) -> dict[str, Any]:
     """The experts of each token in a layer, best first, their weights, and each expert's share of all choices."""
     merged_view(session, view)  # checks the kind and the layer
-    try:
-        routing = session.look.routing(layer=view.layer, kind=view.kind)
-    except ValueError as error:
-        raise RequestRefused(400, str(error)) from None
+    if session.served.config.experts is None:
+        raise RequestRefused(400, "this model has no experts: all tokens go through the same feed-forward network")
+    routing = session.look.routing(layer=view.layer, kind=view.kind)
     counts = routing.experts.flatten().bincount(minlength=routing.probabilities.shape[-1])
     load = counts / counts.sum()
     tokens = [label_document(label) for label in session.look.rows(kind=view.kind)]

@@ -92,8 +92,8 @@ class RequestGuard:
     """The ASGI layer that checks Host and Origin (against DNS rebinding and foreign pages), the key and the body.
 
     With ``api_key``, a single key or a set of them, a request must send one as `Authorization: Bearer KEY` or in the
-    cookie that /?key=KEY sets. Pages of ``allow_origins`` may call the server too; ``allow_hosts`` are additional names
-    of this server.
+    cookie that /?key=KEY sets. Pages of ``allow_origins`` (in lower case, without a final slash) may call the server
+    too; ``allow_hosts`` are additional names of this server.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RequestGuard:
         """``refusal_body(path, status, sentence)`` builds the JSON body of a refusal."""
         self.app, self.limits, self._refusal_body = app, limits, refusal_body
         self._keys = ApiKeys.single(api_key) if isinstance(api_key, str) else api_key
-        self._allow_origins = {origin.rstrip("/").lower() for origin in allow_origins}
+        self._allow_origins = set(allow_origins)
         self._n_held = 0  # bytes of all bodies in memory
         self._allowed = {*LOCAL, host.lower(), *(() if is_local(host) else (socket.gethostname().lower(),))}
         self._allowed |= {name.lower() for name in allow_hosts}
@@ -193,10 +193,9 @@ class RequestGuard:
             raise RequestRefused(429, sentence, seconds)
         if scope["path"] != "/" or not in_query:
             return False
-        cookie = f"{_COOKIE}={keys.cookie(key)}; Path=/; HttpOnly; SameSite=Strict".encode()
-        redirect = [(b"location", b"/"), (b"set-cookie", cookie), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 303, "headers": redirect})
-        await send({"type": "http.response.body", "body": b""})
+        secure = "; Secure" if scope.get("scheme") == "https" else ""
+        cookie = f"{_COOKIE}={keys.cookie(key)}; Path=/; HttpOnly; SameSite=Strict{secure}".encode()
+        await send_response(send, 303, b"", "text/plain", (b"location", b"/"), (b"set-cookie", cookie))
         return True
 
     def _check(self, headers: Headers) -> None:
@@ -286,14 +285,22 @@ def _body_too_large(n_bytes: int | str, limits: Limits) -> RequestRefused:
 
 
 async def _send_refusal(send: Send, refused: RequestRefused, body: dict[str, Any]) -> None:
-    content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    headers = [(b"connection", b"close")]  # the body may be unread, so no request can follow it
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if refused.retry_seconds is not None:
         headers.append((b"retry-after", str(refused.retry_seconds).encode()))
-    headers.append((b"connection", b"close"))  # the body may be unread, so no request can follow it
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+    await send_response(send, refused.status, content, "application/json", *headers)
+
+
+async def send_response(
+    send: Send, status: int, content: bytes, content_type: str, *headers: tuple[bytes, bytes]
+) -> None:
+    """Send a whole response that no cache may keep, with additional ``headers``."""
+    own = [(b"content-type", content_type.encode()), (b"content-length", str(len(content)).encode())]
+    no_store = (b"cache-control", b"no-store")
+    await send({"type": "http.response.start", "status": status, "headers": [*own, no_store, *headers]})
     await send({"type": "http.response.body", "body": content})
 
 

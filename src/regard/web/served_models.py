@@ -92,6 +92,7 @@ class ServedModel:
             "source": self.has_source,
             "causal": any(stack.causal for stack in self.model.stacks()),
             "layered": bool(stacks(self.model)) and (self.model.head or self.model.class_head) is not None,
+            "state_space": config.mixing.recurrent,
             "experts": config.experts is not None,
             "history": self.run is not None and config.source == "text",
             "examples": self.examples.inputs,

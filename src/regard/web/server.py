@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).with_name("static")
 _SHUTDOWN_SECONDS = 3
+_ALTERNATIVE = re.compile(r"\[|^constrained-")  # how pydantic names the types of a union: list[constrained-str]
 
 
 def explorer(
@@ -88,24 +90,29 @@ def _add_error_handlers(app: Any) -> None:
 
     from .api import NotModified, etag
 
-    def handler(status_and_sentence: Callable[[Any], tuple[int, str]]) -> Callable[[Any, Any], Any]:
-        async def handle(_: Any, error: Any) -> Any:
-            status, sentence = status_and_sentence(error)
-            content = {"error": " ".join(sentence.split()).encode("utf-8", "replace").decode()}
-            return JSONResponse(content, status, headers={"Cache-Control": "no-store"})
+    def status_of(error: Any) -> tuple[int, str]:
+        match error:
+            case RequestRefused():
+                return error.status, str(error)
+            case RequestValidationError():
+                return 422, sentence_of(error.errors()[0])
+            case HTTPException():
+                return error.status_code, str(error.detail)
+            case ValueError() | TypeError() | RegardError():
+                return 422, str(error) or type(error).__name__
+        return 500, INTERNAL_ERROR.format(type(error).__name__)
 
-        return handle
+    async def handle(request: Any, error: Any) -> Any:
+        if isinstance(error, NotModified):
+            return Response(status_code=304, headers={"ETag": etag(request)})
+        status, sentence = status_of(error)
+        content = {"error": " ".join(sentence.split()).encode("utf-8", "replace").decode()}
+        headers = {"Cache-Control": "no-store", **(getattr(error, "headers", None) or {})}  # Allow, of a 405
+        return JSONResponse(content, status, headers=headers)
 
-    async def not_modified(request: Any, _: Any) -> Any:
-        return Response(status_code=304, headers={"ETag": etag(request)})
-
-    app.add_exception_handler(NotModified, not_modified)
-    app.add_exception_handler(RequestRefused, handler(lambda error: (error.status, str(error))))
-    app.add_exception_handler(RequestValidationError, handler(lambda error: (422, sentence_of(error.errors()[0]))))
-    app.add_exception_handler(HTTPException, handler(lambda error: (error.status_code, str(error.detail))))
-    for kind in (ValueError, TypeError, RegardError):
-        app.add_exception_handler(kind, handler(lambda error: (422, str(error) or type(error).__name__)))
-    app.add_exception_handler(Exception, handler(lambda error: (500, INTERNAL_ERROR.format(type(error).__name__))))
+    ours = (NotModified, RequestRefused, RegardError)
+    for kind in (*ours, RequestValidationError, HTTPException, ValueError, TypeError, Exception):
+        app.add_exception_handler(kind, handle)
 
 
 def sentence_of(problem: dict[str, Any]) -> str:
@@ -115,7 +122,7 @@ def sentence_of(problem: dict[str, Any]) -> str:
     if tuple(problem.get("loc", ())) == ("body",) and problem.get("type") in ("model_attributes_type", "missing"):
         return "the body is not a JSON object sent with the header Content-Type: application/json"
     names = [str(part) for part in problem.get("loc", ()) if part not in ("body", "query", "path")]
-    where = ".".join(names)[:100]
+    where = ".".join(name for name in names if not _ALTERNATIVE.search(name))[:100]
     message = str(problem.get("msg", "is invalid")).removeprefix("Value error, ")
     return f"{where}: {message[:1].lower()}{message[1:]}" if where else message
 
@@ -140,12 +147,7 @@ def serve(
     file.
     """
     check_key(host, api_key, needs_key)
-    try:
-        import fastapi  # noqa: F401 - imported here to report a missing library in one line
-        import uvicorn
-    except ImportError:
-        raise RegardError("the explorer needs fastapi and uvicorn: pip install 'regard[serve]'") from None
-
+    uvicorn = import_uvicorn("the explorer", "serve")
     from .served_models import open_models
 
     limits = limits or Limits()
@@ -155,9 +157,8 @@ def serve(
     listening.listen()  # from now on a browser waits for the server instead of being refused
     url = url_of(host, listening, tls)
     say(f"regard: {url} (press Ctrl-C to stop)")
-    if not is_local(host):
-        who = "anyone" if api_key is None else "anyone with the key"
-        say(f"regard: reachable from other machines ({host}): {who} can use it")
+    for line in who_can_reach(host, has_key=api_key is not None):
+        say(f"regard: {line}")
     if api_key is not None:
         say("regard: open /?key=KEY in a browser; programs send the header Authorization: Bearer KEY")
         url += f"?{urlencode({'key': api_key})}" if isinstance(api_key, str) else ""
@@ -166,7 +167,28 @@ def serve(
         timer.daemon = True
         timer.start()
     code = run_until_signal(uvicorn.Server(config), listening)
-    if app.state.explorer.workers.is_busy:  # a computing thread cannot be stopped, and Python would wait for it
+    return end_process(code, is_busy=app.state.explorer.workers.is_busy)
+
+
+def import_uvicorn(what: str, extra: str) -> Any:
+    """Import the libraries of a server; a missing one is reported in one line."""
+    try:
+        import fastapi  # noqa: F401 - needed later
+        import uvicorn
+    except ImportError:
+        raise RegardError(f"{what} needs fastapi and uvicorn: pip install 'regard[{extra}]'") from None
+    return uvicorn
+
+
+def who_can_reach(host: str, has_key: bool) -> list[str]:
+    """A line that says who can reach the server from other machines; none if the host is local."""
+    who = "anyone with the key" if has_key else "anyone"
+    return [] if is_local(host) else [f"reachable from other machines ({host}): {who} can use it"]
+
+
+def end_process(code: int, is_busy: bool) -> int:
+    """Return the exit code; exit at once if a thread still computes: it cannot be stopped, and Python would wait."""
+    if is_busy:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -197,9 +219,23 @@ def server_config(
     After a signal, requests get ``shutdown_seconds`` to finish.
     """
     import uvicorn
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     backlog, max_connections = _connection_limits()
+    return uvicorn.Config(
+        app,
+        http=_timed_protocol(limits, max_connections),
+        backlog=backlog,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        timeout_graceful_shutdown=shutdown_seconds,
+        **({} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}),
+    )
+
+
+def _timed_protocol(limits: Limits, max_connections: int) -> type:
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]  # one of two classes
         """Closes a connection if the next request's first line and headers do not arrive in time.
@@ -242,17 +278,7 @@ def server_config(
             if self.cycle is last:
                 self.transport.abort()
 
-    return uvicorn.Config(
-        app,
-        http=TimedProtocol,
-        backlog=backlog,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        ws="none",
-        timeout_graceful_shutdown=shutdown_seconds,
-        **({} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}),
-    )
+    return TimedProtocol
 
 
 def _connection_limits() -> tuple[int, int]:

@@ -18,6 +18,7 @@ from ..lens.effects import logit_lens
 from ..lens.residual import Place, text_embeddings
 from .circuit_queries import last_stack, layered_model, pass_inputs, prediction, probabilities
 from .look_queries import HeadView, check_index, merged_view
+from .requests import RequestRefused
 from .sessions import LookSession
 
 _KEYS = 10  # keys with the largest weights
@@ -29,6 +30,8 @@ def tell_story(session: LookSession, at: HeadView, row: int) -> dict[str, Any]:
     """The story of one row in one head and one layer; vectors are cut to their first numbers, keys to the largest."""
     model, look, view = layered_model(session), session.look, merged_view(session, at)
     check_index("row", row, len(view.rows))
+    if model.config.mixing.recurrent:
+        raise RequestRefused(422, f"model {session.served.id!r} has state spaces in place of queries and keys")
     stack = "encoder" if at.kind == "encoder" else "decoder"
     attention, block = attention_name(at.kind, at.layer), f"{stack}.blocks.{at.layer}"
     names = [stack, *(f"{block}.{name}" for name in ("input", "output", "ff.input", "ff.neurons", "ff.output"))]

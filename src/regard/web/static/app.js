@@ -3,13 +3,12 @@ import { Failure } from "./api.js";
 import { Composer, example, tagOf } from "./composer.js";
 import { controls, placed } from "./controls.js";
 import { Data, Readings } from "./data.js";
-import { after, el } from "./dom.js";
+import { after, el, refill } from "./dom.js";
 import { classes, footer, head, outside, said } from "./frame.js";
 import { speaker } from "./i18n.js";
 import { listen } from "./keys.js";
 import { Panel } from "./panel.js";
 import { State, dressPage } from "./state.js";
-import { tip } from "./tip.js";
 import { VIEWS, viewTerms } from "./views/index.js";
 
 /** Shown in place of a view that this source has no data for: the reason. */
@@ -20,7 +19,7 @@ function sentence(host, text) {
 
 export class App {
   constructor(root, source, initial = {}) {
-    Object.assign(this, { root, source, look: null, data: null, view: null, models: [], shows: 0 });
+    Object.assign(this, { root, source, look: null, data: null, view: null, models: [], runs: 0, shows: 0 });
     this.state = new State(initial);
     this.state.on((changed, outside) => this.changed(changed, outside));
     this.relabel = after(120, () => this.showControls());
@@ -85,8 +84,9 @@ export class App {
     if (!this.composer.missing()) this.guarded(() => this.run());
   }
 
-  /** Request a look at the current input. */
+  /** Request a look at the current input; only the look that was requested last is shown. */
   async run() {
+    const mine = ++this.runs;
     const missing = this.source.offline ? null : this.composer.missing();
     if (missing) throw new Failure(this.t(missing));
     if (this.look && this.view?.write && this.composer.streams()) { // a view that shows the text being generated
@@ -97,7 +97,7 @@ export class App {
     this.composer.busy(this.t("looking"));
     this.parts.stage.classList.add("waiting");
     const look = await this.source.look(this.source.offline ? null : this.composer.request());
-    await this.open(look);
+    if (mine === this.runs) await this.open(look);
   }
 
   async open(look) {
@@ -155,6 +155,7 @@ export class App {
   forget() {
     this.view?.close();
     this.view = this.look = null;
+    this.runs += 1; // a look still to come is of another model
     for (const part of ["says", "nav", "controls", "stage", "aside", "terms", "footer"]) this.parts[part].replaceChildren();
     const missing = this.composer.missing();
     if (missing) this.parts.stage.append(el("p", { class: "caption" }, this.t(missing)));
@@ -205,7 +206,6 @@ export class App {
     const mine = ++this.shows, views = this.views(), kind = this.opening();
     const data = await this.reading(kind);
     if (mine !== this.shows || !this.look) return;
-    tip.hide();
     this.view?.close();
     this.parts.stage.replaceChildren();
     Object.assign(this, { data, opened: kind });
@@ -228,9 +228,7 @@ export class App {
 
   showControls() {
     if (!this.look || document.activeElement?.closest?.(".controls input")) return;
-    const held = document.activeElement?.closest?.(".controls [aria-label]")?.getAttribute("aria-label");
-    this.parts.controls.replaceChildren(...controls(this, this.wants));
-    if (held) this.parts.controls.querySelector(`[aria-label="${CSS.escape(held)}"]`)?.focus(); // keep the keyboard focus
+    refill(this.parts.controls, controls(this, this.wants));
   }
 
   refresh(changed) {

@@ -64,8 +64,26 @@ export function tokenText(label) {
   return [...text].slice(0, 4).map((c) => UNSEEN[c] ?? "␣").join("") || UNSEEN[""];
 }
 
+/** Replace the children of a node; the control that had the keyboard focus keeps it. */
+export function refill(node, children) {
+  const held = node.contains(document.activeElement) && document.activeElement.closest("[aria-label]")?.getAttribute("aria-label");
+  node.replaceChildren(...children);
+  const found = held && node.querySelector(`[aria-label="${CSS.escape(held)}"]`);
+  if (found) (found.querySelector("[aria-checked=true]") ?? found).focus();
+}
+
+const STEPS = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
+
+/** Buttons of which one is chosen; the arrow keys choose the neighbours, as they do for radio buttons. */
 export function segmented(name, options, value, onPick) {
-  return el("div", { class: "segmented", role: "radiogroup", "aria-label": name },
+  const move = (event) => {
+    const buttons = [...event.currentTarget.children], to = buttons.indexOf(event.target) + (STEPS[event.key] ?? 0);
+    if (!(event.key in STEPS)) return;
+    event.preventDefault();
+    buttons.at(to % buttons.length).focus();
+    buttons.at(to % buttons.length).click();
+  };
+  return el("div", { class: "segmented", role: "radiogroup", "aria-label": name, onkeydown: move },
     options.map(([id, text]) => el("button", {
       type: "button", role: "radio", "aria-checked": String(id === value), "data-value": String(id),
       onclick: () => onPick(id),

@@ -10,8 +10,9 @@ function save(name, content, type) {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
+/** A cell of CSV; a text that a spreadsheet would evaluate as a formula gets a quote in front. */
 const cell = (value) => {
-  const text = typeof value === "number" ? String(Math.fround(value)) : String(value ?? "");
+  const text = typeof value === "number" ? String(Math.fround(value)) : String(value ?? "").replace(/^[=+\-@\t\r\n]/, "'$&");
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 };
 

@@ -63,10 +63,10 @@ export function outside(look, missesTag, t) {
 export function footer(app) {
   const { opened, source, t, view } = app;
   const save = (kind) => button(kind.toUpperCase(), { "data-export": kind, onclick: () => app.guarded(() => exported(kind, `regard-${opened.id}`, app)) });
-  const link = button(t("copy"), { onclick: async () => {
-    await navigator.clipboard?.writeText(location.href);
+  const link = button(t("copy"), { onclick: () => app.guarded(async () => {
+    await navigator.clipboard.writeText(location.href);
     link.textContent = t("copied");
-  } });
+  }) });
   const kinds = [...(view.sheet ? ["svg", "png"] : []), ...(view.rows ? ["csv"] : []), ...(source.html ? ["html"] : [])];
-  return [el("span", {}, t("export")), ...kinds.map(save), el("span", { class: "room" }), source.offline ? "" : link];
+  return [el("span", {}, t("export")), ...kinds.map(save), el("span", { class: "room" }), source.offline || !navigator.clipboard ? "" : link]; // a page over http from another machine has no clipboard
 }

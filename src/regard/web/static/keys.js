@@ -6,6 +6,7 @@ const ARROWS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], Arrow
 
 export function listen(app) {
   addEventListener("keydown", (event) => {
+    if (document.querySelector("dialog[open]")) return; // it has the keyboard
     const typing = event.target.matches?.("input:not([type=range]):not([type=checkbox]), textarea, select");
     if (event.key === "Escape") {
       event.target.blur?.();

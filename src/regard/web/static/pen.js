@@ -1,7 +1,9 @@
 // One drawing interface with two backends: a canvas (screen, PNG) and SVG (file, screen).
 import { css } from "./colour.js";
 
-const escape = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+/** A text for SVG; control characters, which tokens of bytes may be, are not allowed in XML. */
+const escape = (text) => text.replace(/[\0-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]/g, "\ufffd")
+  .replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 const round = (x) => Math.round(x * 100) / 100;
 const measuring = document.createElement("canvas").getContext("2d");
 

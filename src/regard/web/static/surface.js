@@ -1,8 +1,9 @@
-// The drawing area of a view; handles its size and pointer events.
+// The drawing area of a view; handles its size and pointer events. `hover` may show the tooltip, which goes with the pointer.
 // draw(pen) receives a pen of the current size; the same function draws the exported SVG and PNG.
 import { palette } from "./colour.js";
 import { el } from "./dom.js";
 import { CanvasPen, SvgPen } from "./pen.js";
+import { tip } from "./tip.js";
 
 export class Surface {
   constructor(host, { draw, height, vector = false, hover, press, leave, label }) {
@@ -12,8 +13,8 @@ export class Surface {
     if (label) this.node.setAttribute("aria-label", label);
     host.append(this.node);
     this.hits = [];
-    this.node.addEventListener("pointermove", (event) => hover?.(this.under(event), event, this.place(event)));
-    this.node.addEventListener("pointerleave", () => leave?.());
+    this.node.addEventListener("pointermove", (event) => { tip.hide(); hover?.(this.under(event), event, this.place(event)); });
+    this.node.addEventListener("pointerleave", () => { tip.hide(); leave?.(); });
     this.node.addEventListener("click", (event) => press?.(this.under(event), event, this.place(event)));
     this.watcher = new ResizeObserver(() => this.redraw());
     this.watcher.observe(host);
@@ -81,6 +82,7 @@ export class Surface {
   }
 
   close() {
+    tip.hide();
     this.watcher.disconnect();
     cancelAnimationFrame(this.frame);
     this.node.remove();

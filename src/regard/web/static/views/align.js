@@ -23,7 +23,7 @@ class Align {
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.align"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
       hover: (hit, event) => this.hover(hit, event), press: (hit) => this.press(hit),
-      leave: () => { this.over = null; tip.hide(); this.sheet.redraw(); },
+      leave: () => { this.over = null; this.sheet.redraw(); },
     });
   }
 
@@ -171,7 +171,7 @@ class Align {
   hover(hit, event) {
     if (hit?.row !== this.over?.row || hit?.col !== this.over?.col) { this.over = hit ?? null; this.sheet.redraw(); }
     const { matrix, rowLabels, colLabels } = this.shown ?? {}, { row } = this.app.state.now;
-    if (this.live || hit?.col === undefined || row < 0 || row >= (matrix?.rows ?? 0)) { tip.hide(); return; }
+    if (this.live || hit?.col === undefined || row < 0 || row >= (matrix?.rows ?? 0)) return;
     tip.show(event, matrix.values[row * matrix.cols + hit.col], `${shown(rowLabels[row])} → ${shown(colLabels[hit.col])}`);
   }
 
@@ -187,7 +187,7 @@ class Align {
     return tableOf(rowLabels, colLabels, matrix);
   }
 
-  close() { this.player?.stop(); this.sheet.close(); tip.hide(); }
+  close() { this.player?.stop(); this.sheet.close(); }
 }
 
 export default {

@@ -45,7 +45,7 @@ class Beams {
     host.append(el("div", { class: "row" }, el("p", { class: "caption" }, t("beams.caption")), this.watch, this.player.node), this.note, this.scroll);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.beams"), draw: (pen) => this.draw(pen), height: () => this.tree?.height ?? 200,
-      hover: (hit, event) => hit ? this.tell(hit, event) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && this.tell(hit, event),
     });
   }
 
@@ -111,7 +111,7 @@ class Beams {
     return [["id", "parent", "text", "log probability", "best", "kept", "by length"], ...this.nodes.map(cells)];
   }
 
-  close() { this.player.stop(); this.sheet.close(); tip.hide(); }
+  close() { this.player.stop(); this.sheet.close(); }
 }
 
 export default {

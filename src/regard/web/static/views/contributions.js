@@ -24,7 +24,7 @@ class Contributions {
     host.append(el("p", { class: "caption" }, t("contributions.caption")), this.picks, this.says, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.contributions"), draw: (pen) => this.draw(pen), height: () => this.shown ? this.rowsOf().length * this.tall() + TOP + 52 : 240,
-      hover: (hit, event) => hit ? tip.show(event, hit.value, writerName(t, hit)) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && tip.show(event, hit.value, writerName(t, hit)),
       press: (hit) => hit?.head !== undefined && app.go("heatmap", { kind: hit.name, layer: hit.layer, head: hit.head, row: this.shown.position ?? -1, col: -1 }),
     });
   }
@@ -122,7 +122,7 @@ class Contributions {
 
   rows() { return !this.shown ? [] : [["part", "layer", "head", "value"], ...this.parts().map(({ name, layer, head, value }) => [name, String(layer ?? ""), String(head ?? ""), value]), ["logit", "", "", this.shown.logit]]; }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

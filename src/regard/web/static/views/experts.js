@@ -16,7 +16,7 @@ class ExpertColours {
     host.append(el("p", { class: "caption" }, app.t("experts.caption")), this.place = el("div"));
     this.sheet = new Surface(this.place, {
       vector: true, label: app.t("view.experts"), draw: (pen) => this.draw(pen), height: () => this.height(),
-      hover: (hit, event) => this.hover(hit, event), leave: () => { this.over = -1; tip.hide(); this.sheet.redraw(); },
+      hover: (hit, event) => this.hover(hit, event), leave: () => { this.over = -1; this.sheet.redraw(); },
     });
   }
 
@@ -50,7 +50,6 @@ class ExpertColours {
   hover(hit, event) {
     this.over = hit?.expert ?? -1;
     if (hit) tip.show(event, hit.value, ...hit.lines);
-    else tip.hide();
     this.sheet.redraw();
   }
 
@@ -81,7 +80,7 @@ class ExpertColours {
     return [["token", "expert", "weight"], ...experts.flatMap((own, i) => own.map((e, n) => [tokens[i].text, e, weights[i][n]]))];
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

@@ -14,7 +14,7 @@ class Grid {
     host.append(el("p", { class: "caption" }, app.t("grid.caption")), this.place);
     this.sheet = new Surface(this.place, {
       label: app.t("view.grid"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
-      hover: (hit, event, at) => this.hover(hit, event, at), leave: () => { this.over = null; tip.hide(); this.sheet.redraw(); },
+      hover: (hit, event, at) => this.hover(hit, event, at), leave: () => { this.over = null; this.sheet.redraw(); },
       press: (hit) => hit && app.go("heatmap", { layer: hit.layer, head: hit.head }),
     });
   }
@@ -60,7 +60,7 @@ class Grid {
 
   hover(hit, event, at) {
     if (hit?.layer !== this.over?.layer || hit?.head !== this.over?.head) { this.over = hit; this.sheet.redraw(); }
-    if (!hit) { tip.hide(); return; }
+    if (!hit) return;
     const { side, tall } = this.layout(this.sheet.size().width), { t, data } = this.app, size = data.size(this.kind);
     const { shape: [, rows, cols], values } = this.layers[hit.layer];
     const r = Math.min(rows - 1, Math.floor(((at.y - hit.y) / tall) * rows)), c = Math.min(cols - 1, Math.floor(((at.x - hit.x) / side) * cols));
@@ -79,7 +79,7 @@ class Grid {
     return out;
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

@@ -23,7 +23,7 @@ class HeatMap {
     host.append(this.caption, this.zooming, this.place);
     this.sheet = new Surface(this.place, {
       label: t("view.heatmap"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
-      hover: (_, event, at) => this.hover(event, at), leave: () => { tip.hide(); this.over = null; this.sheet.redraw(); },
+      hover: (_, event, at) => this.hover(event, at), leave: () => { this.over = null; this.sheet.redraw(); },
       press: (_, __, at) => this.press(at),
     });
     this.sheet.node.addEventListener("wheel", (event) => {
@@ -143,7 +143,7 @@ class HeatMap {
   hover(event, at) {
     const found = this.cell(at);
     if (found?.row !== this.over?.row || found?.col !== this.over?.col) { this.over = found; this.sheet.redraw(); }
-    if (!found || this.dragged) { tip.hide(); return; }
+    if (!found || this.dragged) return;
     const { matrix, span, rowLabels, colLabels, whole } = this.shown, { row, col } = found;
     const pair = `${shown(rowLabels[row])} → ${shown(colLabels[col])}`;
     if (whole) {
@@ -202,7 +202,7 @@ class HeatMap {
       [name(rowLabels, r, span[0], matrix.rows, span[1]), ...matrix.values.subarray(r * matrix.cols, (r + 1) * matrix.cols)])];
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 /** The block of an index among `n` blocks of `total`; the first blocks are one larger (as in torch.tensor_split). */

@@ -1,5 +1,5 @@
 // When each head learned its pattern: the scores at the checkpoints of the run, and the loss below.
-import { count, el, segmented } from "../dom.js";
+import { count, el, refill, segmented } from "../dom.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
 import { writerName } from "../writers.js";
@@ -17,7 +17,7 @@ class History {
     host.append(el("p", { class: "caption" }, t("history.caption")), this.choice, this.says, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.history"), draw: (pen) => this.draw(pen), height: () => this.shown ? TALL + (this.hasLoss() ? LOSS + 40 : 0) : 240,
-      hover: (hit, event) => hit ? tip.show(event, hit.value, hit.name, `${t("history.step")} ${count(hit.step)}`) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && tip.show(event, hit.value, hit.name, `${t("history.step")} ${count(hit.step)}`),
       press: (hit) => hit?.head !== undefined && app.go("heatmap", { layer: hit.layer, head: hit.head }),
     });
   }
@@ -30,7 +30,7 @@ class History {
     const most = known.reduce((a, b) => (found.births[b].length > (found.births[a]?.length ?? -1) ? b : a), known[0]);
     const name = known.includes(state.now.pattern) ? state.now.pattern : known.includes("induction") && found.births.induction.length ? "induction" : most;
     this.shown = { ...found, name, known };
-    this.choice.replaceChildren(segmented(t("view.patterns"), known.map((one) => [one, t(`pattern.${one}`)]), name, (pattern) => state.set({ pattern })));
+    refill(this.choice, [segmented(t("view.patterns"), known.map((one) => [one, t(`pattern.${one}`)]), name, (pattern) => state.set({ pattern }))]);
     const [first, ...others] = [...found.births[name]].sort((a, b) => a.step - b.step), pattern = t(`pattern.${name}`);
     this.says.textContent = !first ? t("history.none", { pattern })
       : t(others.length ? "history.born.more" : "history.born", { pattern, head: writerName(t, { ...first, name: kind }), step: count(first.step), n: others.length }) + (first.step === found.steps[0] ? ` ${t("history.kept")}` : "");
@@ -89,7 +89,7 @@ class History {
     return out;
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

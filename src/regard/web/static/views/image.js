@@ -17,7 +17,7 @@ class ImageOverlay {
       slider(t("image.shade"), { min: 0, max: 1, step: 0.05 }, this.shade, (v) => v.toFixed(2), (v) => { this.shade = v; this.sheet.redraw(); })), this.place);
     this.sheet = new Surface(this.place, {
       label: t("view.image"), draw: (pen) => this.draw(pen), height: (w) => this.side(w)[1] + 40,
-      hover: (hit, event) => this.hover(hit, event), leave: () => { this.over = null; tip.hide(); this.sheet.redraw(); },
+      hover: (hit, event) => this.hover(hit, event), leave: () => { this.over = null; this.sheet.redraw(); },
       press: (hit) => this.press(hit),
     });
     this.picture = new Image();
@@ -76,7 +76,7 @@ class ImageOverlay {
 
   hover(hit, event) {
     if (hit !== this.over) { this.over = hit; this.sheet.redraw(); }
-    if (hit === undefined) { tip.hide(); return; }
+    if (hit === undefined) return;
     const { rowLabels, row, colLabels, weights } = this.shown;
     tip.show(event, weights[hit], `${shown(rowLabels[row])} → ${shown(colLabels[hit])}`);
   }
@@ -93,7 +93,7 @@ class ImageOverlay {
     return [["patch", "x0", "y0", "x1", "y1", "weight"], ...colLabels.map((label, c) => [tokenText(label), ...(label.box ?? ["", "", "", ""]), weights[c]])];
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

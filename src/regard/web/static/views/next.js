@@ -23,7 +23,7 @@ class Next {
     this.place = el("div"), this.tail);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.next"), draw: (pen) => this.draw(pen), height: () => 20 + STEP * (this.shown ? this.bars().length : 6),
-      hover: (hit, event) => hit ? tip.show(event, hit.now, shown(hit.text), `${t("next.plain")}: ${number(hit.plain)}`) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && tip.show(event, hit.now, shown(hit.text), `${t("next.plain")}: ${number(hit.plain)}`),
     });
   }
 
@@ -72,7 +72,7 @@ class Next {
 
   rows() { return [["token", "text", "probability", "changed"], ...this.shown.map((one) => [String(one.token), one.text, one.probability, one.now])]; }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

@@ -1,7 +1,7 @@
 // Activation patching: activations of this text put one by one into the run of a changed text, and how much each restores.
 import { css, inkOn, signed } from "../colour.js";
 import { Data } from "../data.js";
-import { count, el, number, offer, percent, segmented, shown } from "../dom.js";
+import { count, el, number, offer, percent, refill, segmented, shown } from "../dom.js";
 import { columnName, largest, longestName, nameSize } from "../matrix.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
@@ -29,7 +29,7 @@ class Patching {
     host.append(el("p", { class: "caption" }, t("patching.caption")), this.form, this.picks, this.says, this.pager, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.patching"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
-      hover: (hit, event) => this.hover(hit, event), leave: () => tip.hide(),
+      hover: (hit, event) => this.hover(hit, event),
       press: (hit) => hit?.unit !== undefined && state.set({ patch: `${hit.layer},${hit.unit}` }),
     });
   }
@@ -99,7 +99,7 @@ class Patching {
 
   choose() {
     const { t, state, look } = this.app, pick = segmented(t("patching.over"), OVER.map((one) => [one, t(`patching.${one}`)]), state.now.over, (over) => state.set({ over, patch: "" }));
-    this.picks.replaceChildren(pick, ...(look.classes ? [] : [el("label", {}, el("span", { class: "quiet" }, `${t("next.after")} `), this.after)]));
+    refill(this.picks, [pick, ...(look.classes ? [] : [el("label", {}, el("span", { class: "quiet" }, `${t("next.after")} `), this.after)])]);
   }
 
   tell() {
@@ -212,7 +212,7 @@ class Patching {
       const { labels, changedLabels, byHead } = this.shown, { unit } = hit;
       const was = !byHead && labels[unit].text !== changedLabels[unit].text ? `${shown(changedLabels[unit])} → ${shown(labels[unit])}` : "";
       tip.show(event, hit.value, this.nameOf(hit.layer, unit), was);
-    } else tip.hide();
+    }
   }
 
   rows() {
@@ -221,7 +221,7 @@ class Patching {
     return [["layer", axes[1], "text", "effect"], ...effects.flatMap((line, l) => line.map((value, c) => [String(l), String(c), names[c].text, value]))];
   }
 
-  close() { this.giveUp?.abort(); this.sheet.close(); tip.hide(); }
+  close() { this.giveUp?.abort(); this.sheet.close(); }
 }
 
 export default {

@@ -1,6 +1,6 @@
 // Patterns of heads: the scores of one pattern, or the strongest pattern of each head.
 import { css, heat, inkOn } from "../colour.js";
-import { el, number, segmented } from "../dom.js";
+import { el, number, refill, segmented } from "../dom.js";
 import { fitted } from "../pen.js";
 import { Surface } from "../surface.js";
 import { tip } from "../tip.js";
@@ -17,7 +17,7 @@ class Patterns {
     host.append(el("p", { class: "caption" }, app.t("patterns.caption")), this.choice, this.about, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: app.t("view.patterns"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
-      hover: (hit, event) => hit ? this.tell(hit, event) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && this.tell(hit, event),
       press: (hit) => hit && app.go("heatmap", { layer: hit.layer, head: hit.head }),
     });
   }
@@ -35,7 +35,7 @@ class Patterns {
   showChoice() {
     const { t, state } = this.app, { known, name } = this.shown;
     const options = [["", t("pattern.most")], ...known.map((one) => [one, t(`pattern.${one}`)])];
-    this.choice.replaceChildren(segmented(t("view.patterns"), options, name, (pattern) => state.set({ pattern })));
+    refill(this.choice, [segmented(t("view.patterns"), options, name, (pattern) => state.set({ pattern }))]);
     this.about.textContent = t(`pattern.${name || "most"}.about`);
   }
 
@@ -92,7 +92,7 @@ class Patterns {
     return out;
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

@@ -22,7 +22,7 @@ class Sentence {
       label: app.t("view.sentence"), draw: (pen) => this.draw(pen),
       height: () => 16 + STEP * (this.shown ? Math.max(this.shown.part[1] - this.shown.part[0], this.shown.part[3] - this.shown.part[2]) : 6),
       hover: (hit, event) => this.hover(hit, event), press: (hit) => this.press(hit),
-      leave: () => { this.over = null; tip.hide(); this.sheet.redraw(); },
+      leave: () => { this.over = null; this.sheet.redraw(); },
     });
   }
 
@@ -126,13 +126,13 @@ class Sentence {
     const held = this.shown?.row ?? -1;
     const next = hit && hit.square === undefined ? hit : null;
     if (next?.row !== this.over?.row || next?.col !== this.over?.col) { this.over = next; this.sheet.redraw(); }
-    if (!hit) { tip.hide(); return; }
+    if (!hit) return;
     const { rowLabels, colLabels, matrix, part } = this.shown, { t } = this.app;
     if (hit.square !== undefined) {
       tip.show(event, hit.weight, `${shown(rowLabels[hit.row])} → ${shown(colLabels[hit.col])}`, `${t("head")} ${hit.square + 1}`);
     } else if (hit.col !== undefined && held >= part[0] && held < part[1]) {
       tip.show(event, matrix.values[(held - part[0]) * matrix.cols + hit.col - part[2]], `${shown(rowLabels[held])} → ${shown(colLabels[hit.col])}`);
-    } else tip.hide();
+    }
   }
 
   press(hit) {
@@ -148,7 +148,7 @@ class Sentence {
     return tableOf(rowLabels.slice(r0, r1), colLabels.slice(c0, c1), matrix);
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

@@ -61,7 +61,7 @@ class Story {
         el("div", { class: "terms" }, TERMS[stage].map((term) => explained(this.app, term)),
           el("button", { type: "button", class: "plain open", "data-open": open.view, onclick: () => this.app.go(open.view, open.values) }, `${t("story.open", { view: t(`view.${open.view}`) })} →`)));
       this.surfaces.set(stage, new Surface(place, { vector: true, label: this.title(stage), ...drawing,
-        hover: (hit, event) => hit ? tip.show(event, hit.value, hit.name) : tip.hide(), leave: () => tip.hide() }));
+        hover: (hit, event) => hit && tip.show(event, hit.value, hit.name) }));
       this.seen.observe(card);
       return card;
     });
@@ -293,12 +293,11 @@ class Story {
     this.seen.disconnect();
     this.mapSheet.close();
     for (const surface of this.surfaces.values()) surface.close();
-    tip.hide();
   }
 }
 
 export default {
   id: "story", panel: false, controls: ["kind", "layer", "head"],
-  fits: (app) => !app.source.offline && Boolean(app.model()?.layered),
+  fits: (app) => !app.source.offline && Boolean(app.model()?.layered) && !app.model().state_space,
   open: (host, app) => new Story(host, app),
 };

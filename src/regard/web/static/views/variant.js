@@ -33,7 +33,7 @@ class Variant {
       this.written, this.happened, this.forced, this.edited, this.boards);
     this.sheet = new Surface(this.boards, {
       vector: true, label: t("view.variant"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
-      hover: (hit, event) => hit ? tip.show(event, hit.after, hit.name, `${t("variant.before")}: ${number(hit.before)}`) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && tip.show(event, hit.after, hit.name, `${t("variant.before")}: ${number(hit.before)}`),
     });
     this.set = after(150, (patch) => state.set(patch));
     this.showSettings();
@@ -258,7 +258,7 @@ class Variant {
     const { sides: [a, b] } = this.shown, { rows, cols } = a.names;
     return [["row", "column", "before", "after"], ...Array.from(a.values, (v, i) => [tokenText(rows[Math.floor(i / a.cols)]), tokenText(cols[i % a.cols]), v, b.values[i]])];
   }
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 /** The indices in the second list of a longest common subsequence. */

@@ -20,16 +20,16 @@ class Walk {
     host.append(el("p", { class: "caption" }, t("walk.caption")), this.pair.node, this.note, this.place);
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.walk"), draw: (pen) => this.draw(pen), height: () => this.height ?? 700,
-      hover: (hit, event) => hit ? tip.show(event, hit.value, hit.name) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && tip.show(event, hit.value, hit.name),
       press: (hit) => hit?.col !== undefined && state.set({ row: this.shown.row, col: hit.col }),
     });
   }
 
   async update() {
     const mine = ++this.asked, { data, t } = this.app, pair = await this.pair.chosen(), { kind, layer, row, col } = pair;
-    const steps = await data.walk(kind, layer, pair.isMean ? -1 : pair.head, row, col);
+    const steps = await data.walk(kind, layer, pair.isMean ? -1 : pair.head, row, col), absent = steps.v_absent && await this.app.sentence(steps.v_absent);
     if (mine !== this.asked) return;
-    this.shown = { ...pair, steps };
+    this.shown = { ...pair, steps, absent };
     this.note.textContent = pair.isMean ? t("walk.onehead.most", { h: steps.head + 1 }) : "";
     this.pair.show(pair);
     this.sheet.redraw();
@@ -37,7 +37,7 @@ class Walk {
 
   draw(pen) {
     if (!this.shown) return;
-    const { steps: s, row, col, rowLabels, colLabels } = this.shown, { t } = this.app, top = largest(s.q, s.k);
+    const { steps: s, row, col, rowLabels, colLabels, absent } = this.shown, { t } = this.app, top = largest(s.q, s.k);
     const vectors = () => {
       this.strip(pen, `q  ${shown(rowLabels[row])}`, s.q, top, "q");
       this.strip(pen, `k  ${shown(colLabels[col])}`, s.k, top, "k");
@@ -57,7 +57,7 @@ class Walk {
     this.line(pen, "+ b", `${rounded(s.scaled)} + ${rounded(s.bias)} (${t("walk.bias")}),  ${may}  →`, s.masked ? -Infinity : s.score, "score");
     this.softmax(pen);
     if (s.v) this.values(pen);
-    else if (s.v_absent) this.small(pen, s.v_absent);
+    else if (absent) this.small(pen, absent);
     if (Math.abs((this.height ?? 0) - this.y - 12) > 1) { this.height = this.y + 12; this.sheet.redraw(); }
   }
 
@@ -161,7 +161,7 @@ class Walk {
     return [["step", "value"], ...numbers, ...row, ...vectors.flatMap(([name, values]) => (values ?? []).map((v, i) => [`${name}[${i}]`, v]))];
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 const largest = (...lists) => lists.flat().reduce((a, b) => Math.max(a, Math.abs(b)), 0);

@@ -22,7 +22,7 @@ class Why {
     this.sheet = new Surface(this.place, {
       vector: true, label: t("view.why"), draw: (pen) => this.draw(pen),
       height: (w) => this.shown ? (w < WIDE ? 8 : TOP) + this.lines().length * this.step(w) + 56 : 240,
-      hover: (hit, event) => hit ? tip.show(event, hit.value, hit.name) : tip.hide(), leave: () => tip.hide(),
+      hover: (hit, event) => hit && tip.show(event, hit.value, hit.name),
       press: (hit) => hit?.to && app.go("heatmap", hit.to),
     });
   }
@@ -106,7 +106,7 @@ class Why {
       ["others", "", others], ["position bias", "", bias], ["score", "", score], ["weight", "", weight]];
   }
 
-  close() { this.sheet.close(); tip.hide(); }
+  close() { this.sheet.close(); }
 }
 
 export default {

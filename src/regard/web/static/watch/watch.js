@@ -1,6 +1,6 @@
 // The training page: settings above, the loss on the left, every head's attention on the right.
 import { css, heat } from "../colour.js";
-import { check, count, el, percent, segmented } from "../dom.js";
+import { check, count, el, percent, refill, segmented } from "../dom.js";
 import { themeAndLanguage, wordMark } from "../frame.js";
 import { addWords, speaker } from "../i18n.js";
 import { dressPage, kept } from "../state.js";
@@ -127,12 +127,12 @@ class Watch {
     const { t, settings } = this, { task } = settings, hint = t(`watch.word.hint.${task}`);
     const choice = (name, text = String, pick = (value) => ({ [name]: value }), label = name.replace("n_", "")) => el("div", { class: "choice", "data-name": name },
       el("span", {}, t(`watch.${label}`)), segmented(t(`watch.${label}`), CHOICES[name].map((value) => [value, text(value)]), settings[name], (value) => this.change(pick(value))));
-    this.parts.settings.replaceChildren(el("legend", {}, t("watch.settings")),
+    refill(this.parts.settings, [el("legend", {}, t("watch.settings")),
       el("div", { class: "row" }, choice("task", (value) => t(`watch.task.${value}`), (value) => ({ ...SUITED[value], task: value, word: "" })), el("span", {}, t(`watch.about.${task}`))),
       el("div", { class: "row" }, choice("n_layers"), choice("n_heads"), choice("positions", (value) => t(`watch.positions.${value}`)),
         check(t("watch.causal"), settings.causal, (causal) => this.change({ causal }), "causal"), check(t("watch.scaled"), settings.scaled, (scaled) => this.change({ scaled }), "scaled")),
       el("div", { class: "row" }, choice("lr"), this.field("word", settings.word, { type: "text", size: 12, placeholder: hint, title: hint, autocomplete: "off", spellcheck: "false" },
-        (word) => (word === "" || TASKS[task].takes(word)) && { word }), el("span", { class: "quiet" }, t("watch.restarts"))));
+        (word) => (word === "" || TASKS[task].takes(word)) && { word }), el("span", { class: "quiet" }, t("watch.restarts")))]);
     this.parts.expect.replaceChildren(el("strong", {}, t("watch.expect")), " ", t(expectation(settings)));
   }
 

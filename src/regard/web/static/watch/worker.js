@@ -4,7 +4,7 @@ import { Training } from "./training.js";
 const LAST_STEP = 2000; // training stops here
 const SLICE = 80; // milliseconds of training between two messages
 const EXAMINED = 20; // steps between two evaluations on unseen texts
-let training = null, playing = false, told = 0, examined = null;
+let training = null, playing = false, told = 0, examined = null, timer = 0;
 
 function tell() {
   if (!examined || examined.step !== training.n_steps && (!playing || training.n_steps - examined.step >= EXAMINED)) {
@@ -22,12 +22,18 @@ function run() {
   do training.step(); while (performance.now() < end && training.n_steps < LAST_STEP);
   playing = training.n_steps < LAST_STEP;
   tell();
-  setTimeout(run); // lets pending messages in first
+  later();
+}
+
+/** Train on after the pending messages; one timer, however often a run is started anew. */
+function later() {
+  clearTimeout(timer);
+  timer = setTimeout(run);
 }
 
 const ORDERS = {
   start({ settings }) { training = new Training(settings); [told, examined, playing] = [0, null, false]; },
-  play() { if (!playing && training.n_steps < LAST_STEP) { playing = true; setTimeout(run); } },
+  play() { if (!playing && training.n_steps < LAST_STEP) { playing = true; later(); } },
   pause() { playing = false; },
   step() { playing = false; training.step(); },
 };
