@@ -153,9 +153,9 @@ def token_rows(inputs: Rows, padding_mask: Tensor | None = None, name: str = "pr
         return torch.atleast_2d(inputs).tolist()
     if padding_mask is not None:
         raise ValueError(f"padding_mask needs {name} as a tensor; the rows of a list have no padding")
-    is_batch = any(isinstance(row, Sequence | Tensor) for row in inputs)
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in inputs] if is_batch else [list(inputs)]
     try:
+        is_batch = any(isinstance(row, Sequence | Tensor) for row in inputs)
+        rows = [row.tolist() if isinstance(row, Tensor) else row for row in inputs] if is_batch else [inputs]
         return [[operator.index(token) for token in row] for row in rows]
     except TypeError:
         raise TypeError(f"{name} must hold token ids, whole numbers; got {inputs!r:.80}") from None
