@@ -190,20 +190,19 @@ def _inputs(model: Model, n: int, seed: int) -> Sequence[Any]:
 
 def _with_beams(model: Model, inputs: Sequence[Any]) -> list[tuple[Any, int]]:
     """Each input with its beam size."""
-    writes = model.config.head == "lm" and model.config.architecture != "encoder"
-    return [(item, 4 if writes and n < _BEAMED else 1) for n, item in enumerate(inputs)]
+    return [(item, 4 if model.generates and n < _BEAMED else 1) for n, item in enumerate(inputs)]
 
 
 def _case(model: Model, item: Any, beam: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """One input, a text or an image, for the page, and the answer expected from the model's own."""
-    writes = model.config.head == "lm" and model.config.architecture != "encoder"
-    options = {"beam": beam} | ({"max_new_tokens": _NEW_TOKENS} if model.config.architecture == "decoder" else {})
-    own = look(model, item, generate=options if writes else None)
+    search = {"beam": beam} | ({"max_new_tokens": _NEW_TOKENS} if model.is_decoder_only else {})
+    options = search if model.generates else None
+    own = look(model, item, generate=options)
     rows = {kind: _spread_rows(len(own.rows(kind=kind))) for kind in own.kinds}
     is_image = model.config.source == "image"
     with torch.no_grad():
         logits = own.logits() if model.head is not None else model(*own.inputs)
-    case: dict[str, Any] = {"rows": rows, "logits": _LOGITS, "generate": options if writes else None}
+    case: dict[str, Any] = {"rows": rows, "logits": _LOGITS, "generate": options}
     case |= {"image": _image(item)} if is_image else {"text": item}
     has_target = len(own.inputs) > 1
     weights = {

@@ -200,7 +200,7 @@ class PromptReader:
         self._max_rows = sys.maxsize if is_cpu else _GPU_ROWS
         if not self.in_rows:
             return
-        self._decoder, self._shape = RowDecoder(model), DecoderShape.of(model.config)
+        self._decoder, self._shape = RowDecoder(model), model.decoder_shape
         self._dtype = next(model.parameters()).dtype
         max_length = max_text_length(model.config, target=not model.is_decoder_only)
         self._position_table = self._decoder.position_table(max_length, self._dtype)
