@@ -245,8 +245,8 @@ def row_encoder(
     def encode(row: dict[str, Any] | None) -> bytes:
         if form == "jsonl":
             # JSON may hold half of a surrogate pair, which is written as it was read: \ud800
-            text = "" if row is None else f"{json.dumps(row, ensure_ascii=False)}\n"
-            return text.encode("utf-8", "backslashreplace")
+            line = "" if row is None else f"{json.dumps(row, ensure_ascii=False)}\n"
+            return line.encode("utf-8", "backslashreplace")
         if row is None and not header:
             return b""
         cells = names if row is None else ["" if row.get(name) is None else _number(row[name]) for name in names]

@@ -232,11 +232,11 @@ def _accuracy_check(model: TorchEngine, path: Path) -> FileCheck:
         raise BadData(f"{path} holds {opened.kind}; a classifier is checked with texts and their labels")
 
     texts = [x.text if x.second is None else (x.text, x.second) for x in examples]
-    names = class_names(model.model)
+    numbers = {name: number for number, name in enumerate(class_names(model.model))}
 
     def score(engine: Engine) -> Score:
         guesses = classify(cast(TorchEngine, engine).model, texts, truncate=True)  # no other engine runs a classifier
-        hits = sum(guess.label == names[example.label] for guess, example in zip(guesses, examples, strict=True))
+        hits = sum(numbers[guess.label] == example.label for guess, example in zip(guesses, examples, strict=True))
         return 100 * hits / len(examples), None
 
     return FileCheck("accuracy in percent", 1, len(examples), score)

@@ -164,7 +164,7 @@ class RecomputingEngine(DecodingEngine):
 
     def select(self, rows: Tensor) -> None:
         self._texts = [self._texts[row] for row in rows.tolist()]
-        if isinstance(self._memory, Memory):
+        if self._memory is not None:
             if self._padding_mask is not None:
                 self._padding_mask = self._padding_mask.index_select(0, rows)
             self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
