@@ -7,6 +7,7 @@ averaged over layers and heads, while the word was generated.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,12 +118,12 @@ def _generate_answer(model: Model, question: str, passages: list[Passage], field
     rows = tokenizers.encode_inputs([question_with_passage(question, x.text) for x in passages], "passage")
     rows, _ = truncate(rows, model.config.max_len)
     best = decode_texts(generate(model, [rows], config, strings=strings), tokenizers, strings)[0][0]
-    decode, n = tokenizers.decode, 0
-    while n < len(best.tokens) and len(decode(best.tokens[:n])) < len(best.text):  # without the tokens of a stop string
-        n += 1
-    by_token = _passage_shares(model, rows, best.tokens[:n])  # (T, P)
+    ids = best.tokens
+    if strings is not None:  # without the tokens of a stop string
+        ids = ids[: bisect_left(range(len(ids)), len(best.text), key=lambda n: len(tokenizers.decode(ids[:n])))]
+    by_token = _passage_shares(model, rows, ids)  # (T, P)
     words = []
-    for text, tokens in _words(tokenizers, best.tokens[:n]):
+    for text, tokens in _words(tokenizers, ids):
         shares = by_token[tokens].mean(0)
         words.append(AnswerWord(text, int(shares.argmax()), float(shares.max())))
     overall = by_token.mean(0) if len(by_token) else torch.full((len(rows),), 1 / len(rows))
