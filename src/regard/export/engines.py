@@ -24,7 +24,7 @@ from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..generation import GenerateConfig, generate
-from ..generation.prompts import add_bos, default_output_length, pad_prompts, source_tensors
+from ..generation.prompts import default_output_length, fill_empty_rows, pad_prompts, source_tensors
 from ..generation.stop_conditions import decode_after
 from ..generation.text_codec import split_special_tokens
 from ..hub.gguf_file import NAME as GGUF_FILE
@@ -161,7 +161,7 @@ class Engine(ABC):
         """The rows, checked and truncated as in ``generate``."""
         if self.config.architecture != "decoder":
             return [item.tolist() for item in source_tensors(rows, None, self.config, config.truncate)]
-        prompts = add_bos(rows, self.config.bos_id, "prompt")
+        prompts = fill_empty_rows(rows, self.config.bos_id, "prompt")
         return pad_prompts(prompts, self.config, config, torch.device("cpu")).rows
 
     def tokenizer(self, side: Side) -> Any:

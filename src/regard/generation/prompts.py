@@ -86,11 +86,11 @@ def read_inputs(
     if model.is_decoder_only:
         if target is not None:
             raise ValueError("target is for models with an encoder; a decoder takes only a prompt")
-        return ModelInputs(add_bos(token_rows(inputs, padding_mask), ours.bos_id, "prompt"), None)
+        return ModelInputs(fill_empty_rows(token_rows(inputs, padding_mask), ours.bos_id, "prompt"), None)
     if ours.architecture == "encoder":
         raise TypeError("a model with architecture='encoder' writes no text")
     sources = source_tensors(inputs, padding_mask, ours, config.truncate)
-    rows = add_bos([[]] if target is None else token_rows(target, name="target"), ours.bos_id, "target")
+    rows = fill_empty_rows([[]] if target is None else token_rows(target, name="target"), ours.bos_id, "target")
     rows = [row if ours.bos_id in (None, row[0]) else [ours.bos_id, *row] for row in rows]
     rows = rows * len(sources) if len(rows) == 1 else rows
     if len(rows) != len(sources):
@@ -98,8 +98,8 @@ def read_inputs(
     return ModelInputs(rows, sources)
 
 
-def add_bos(rows: list[list[int]], bos_id: int | None, name: str) -> list[list[int]]:
-    """An empty prompt becomes bos_id."""
+def fill_empty_rows(rows: list[list[int]], bos_id: int | None, name: str) -> list[list[int]]:
+    """An empty row becomes bos_id, with which the model begins a text; an error if it has none."""
     if not rows:
         raise ValueError(f"there is no {name}: the batch is empty")
     for index, row in enumerate(rows):
