@@ -296,8 +296,8 @@ FAULTS = [
     Fault(
         "beam length penalty inverted",
         "generation/generation_config.py",
-        "** self.length_penalty",
-        "** -self.length_penalty",
+        "base**self.length_penalty",
+        "base**-self.length_penalty",
         "tests/generation/test_beam.py tests/generation",
     ),
     Fault(

@@ -106,6 +106,18 @@ def test_other_tables_and_the_summary(models: dict[str, Path], tmp_path: Path, c
     assert [row["translation"] for row in found] == [" ".join(made[0].split("\n")), "", " ".join(made[1].split("\n"))]
 
 
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv"])
+def test_half_a_surrogate_does_not_lose_the_answers(models: dict[str, Path], tmp_path: Path, form: str) -> None:
+    """JSON may hold one; the file is written when all rows have been answered."""
+    (tmp_path / "in.jsonl").write_text('{"text": "the \\ud800 cat"}\n{"text": "a dog"}\n', encoding="utf-8")
+    assert (
+        run("classify", models["classifier"], "--file", tmp_path / "in.jsonl", "--out", tmp_path / f"out.{form}") == 0
+    )
+    rows = (tmp_path / f"out.{form}").read_bytes().decode("utf-8", "surrogatepass").splitlines()
+    assert sum("a dog" in row for row in rows) == 1
+    assert form != "jsonl" or json.loads(rows[0])["text"] == "the \ud800 cat"
+
+
 def test_a_column_by_name_or_number_and_a_message_that_lists_them(
     models: dict[str, Path], tmp_path: Path, capsys: Said
 ) -> None:

@@ -14,16 +14,18 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from models.small import small
+from models.small import shaken, small
 from processor import needs_vnni
 from regard.cli.export_command import export as export_command
-from regard.errors import BadModelFile
+from regard.errors import BadData, BadModelFile
 from regard.export import BoundBroken, Bounds, certificate_text, certify, engines_in, export, open_engine
 from regard.export.ctranslate2_export import export_ctranslate2
 from regard.export.parity_cases import make_cases
+from regard.generation import classify
 from regard.hub import Manifest
 from regard.models import Model
 from regard.text.processor import Processor
+from regard.text.tokenizer_training import train_tokenizer
 
 from .translators import QUICK, learned, pairs, tokenizers, translator, writer
 
@@ -285,6 +287,29 @@ def test_a_classifier_by_its_accuracy(tmp_path: Path) -> None:
     assert file["metric"] == "accuracy in percent"
     assert file["n"] == 30
     assert open_engine(path).processor.labels == ("bad", "good", "so")
+
+
+def test_a_classifier_of_pairs_by_its_accuracy(tmp_path: Path) -> None:
+    """Read as by ``classify``: the second text in its own segment, pairs that are too long cut."""
+    source = train_tokenizer([text for pair in pairs() for text in pair], "bpe", 300, "bos-eos")
+    model = shaken(small("bert-base", head="classify", n_classes=3, vocab_size=source.size, max_len=24, eos_id=2))
+    labels = ("bad", "good", "so")
+    model.processor = Processor(source=source, labels=labels)
+    own = [guess.label for guess in classify(model, list(pairs()[:30]), truncate=True)]
+    assert len(set(own)) > 1
+    lines = [f"{a}\t{b}\t{label}\n" for (a, b), label in zip(pairs()[:30], own, strict=True)]
+    (tmp_path / "texts.tsv").write_text("premise\thypothesis\tlabel\n" + "".join(lines), encoding="utf-8")
+    document = certify(model, model.save(tmp_path / "out"), check=tmp_path / "texts.tsv", **QUICK)
+    assert [document["file"]["value"], document["file"]["engines"][0]["value"]] == [100, 100]
+
+
+def test_a_file_to_check_is_read_in_its_encoding_or_its_bad_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes("고양이가 앉았다\n개가 뛰었다\n".encode("cp949"))
+    path = writer().save(tmp_path / "out")
+    assert certify(writer(), path, check=tmp_path / "text.txt", **QUICK)["file"]["n"] == 2
+    (tmp_path / "text.txt").write_bytes(b"the cat\nthe \0 dog\n")
+    with pytest.raises(BadData, match=r"text\.txt:2: a NUL character"):
+        certify(writer(), path, check=tmp_path / "text.txt", **QUICK)
 
 
 def test_bounds_and_counts_are_checked(tmp_path: Path) -> None:

@@ -111,6 +111,20 @@ def test_beam_search_follows_the_same_rules(fields: dict[str, Any], tmp_path: Pa
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= least
 
 
+@pytest.mark.parametrize("name", ["transformer-tiny", "gpt2"])
+@torch.no_grad()
+def test_a_text_ends_with_any_of_the_end_tokens(name: str, tmp_path: Path) -> None:
+    """The other ones that the config names, as in models that chat. CTranslate2's own beams may go on after one."""
+    model = small(name, more_eos_ids=tuple(range(10, 18)))
+    engine, own = engine_of(model, tmp_path / "ct2"), TorchEngine(model)
+    sources = random_rows(10)
+    ours = own.write(sources, max_new_tokens=12)
+    assert any(len(row) < 12 for row in ours)
+    assert engine.write(sources, max_new_tokens=12) == ours
+    searched = engine.write(sources, beam=3, max_new_tokens=12, early_stopping=True)
+    assert set(range(10, 18)).isdisjoint(token for row in searched for token in row)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [

@@ -123,6 +123,15 @@ def test_what_was_learnt_is_still_known() -> None:
     assert sum(a == b for a, b in zip(ours, theirs, strict=True)) >= 11
 
 
+def test_the_model_is_left_as_it_was() -> None:
+    """Also where some of its layers are frozen."""
+    model = small("gpt2").train()
+    model.decoder.blocks[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    quantise(model)
+    assert {name: module.training for name, module in model.named_modules()} == before
+
+
 def test_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="quantised already"):
         quantise(quantise(small("gpt2")))

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 from regard.generation import PAPER, GenerateConfig
 
@@ -38,6 +39,7 @@ from regard.generation import PAPER, GenerateConfig
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be a positive number"),
         ({"no_repeat_ngram": -1}, "no_repeat_ngram=-1 must be at least 0"),
         ({"logit_bias": {5: math.inf}}, "logit_bias of token 5 is inf"),
+        ({"logit_bias": {5: -1e300}}, "logit_bias of token 5 is -1e+300"),
         ({"stop": [[]]}, "stop contains an empty sequence"),
         ({"early_stopping": "always"}, "early_stopping"),
         ({"penalty_form": "other"}, "penalty_form='other'"),
@@ -72,6 +74,10 @@ def test_penalties() -> None:
     assert GenerateConfig(length_penalty=2.0).length_penalty_at(3) == 9.0
     assert GenerateConfig(**PAPER).length_penalty_at(13) == pytest.approx(3.0**0.6)
     assert GenerateConfig(**PAPER).length_penalty_at(1) == 1.0
+    for alpha in (-500.0, 500.0):  # beyond float32, and some beyond float64: ranked by length alone
+        short, long = (torch.tensor(GenerateConfig(length_penalty=alpha).length_penalty_at(n)) for n in (2, 4096))
+        assert 0 < short < math.inf
+        assert 0 < long < math.inf
 
 
 def test_a_config_is_frozen_and_changed_by_copy() -> None:

@@ -185,16 +185,26 @@ def test_nothing_impossible_is_drawn(scores: list[list[float]]) -> None:
         assert x.softmax(-1)[0, token] > 0
 
 
+def test_a_device_without_float64_draws_a_token_for_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "widest_float", lambda device: torch.float32)
+    scores = torch.randn(200, 50, generator=torch.Generator().manual_seed(0))
+    scores[:, -1] = -math.inf
+    tokens = sampling.draw_tokens(scores, torch.full((200,), 1 - 2**-53, dtype=torch.float64))
+    assert int(tokens.max()) < 49
+
+
 def test_numbers_to_draw_with_depend_on_seed_and_copy_alone() -> None:
-    config = GenerateConfig(sample=True, seed=5, max_new_tokens=40)
-    many, alone = sampling.uniform_draws(config, 3, 4), sampling.uniform_draws(config, 1, 2)
+    """Nor on how many are needed: a limit far above the model's length costs nothing."""
+    config, limit = GenerateConfig(sample=True, seed=5, max_new_tokens=10**12), torch.tensor([40])
+    many, alone = sampling.uniform_draws(config, limit.repeat(3), 4), sampling.uniform_draws(config, limit, 2)
     assert torch.equal(many[4:6], alone)
+    assert torch.equal(alone[:, :7], sampling.uniform_draws(config, torch.tensor([7]), 2))
     assert len({tuple(row.tolist()) for row in many[:4]}) == 4
-    assert not torch.equal(alone, sampling.uniform_draws(config.with_(seed=6), 1, 2))
+    assert not torch.equal(alone, sampling.uniform_draws(config.with_(seed=6), limit, 2))
     torch.manual_seed(1)
-    first = sampling.uniform_draws(config.with_(seed=None), 2, 1)
+    first = sampling.uniform_draws(config.with_(seed=None), limit.repeat(2), 1)
     assert not torch.equal(first[0], first[1])
     torch.manual_seed(1)
-    assert torch.equal(first, sampling.uniform_draws(config.with_(seed=None), 2, 1))
+    assert torch.equal(first, sampling.uniform_draws(config.with_(seed=None), limit.repeat(2), 1))
     for seed in (-3, 2**64 + 1):
-        assert sampling.uniform_draws(config.with_(seed=seed), 1, 1).shape == (1, 40)
+        assert sampling.uniform_draws(config.with_(seed=seed), limit, 1).shape == (1, 40)

@@ -116,6 +116,17 @@ def test_shares_are_the_cross_attention() -> None:
     assert single.shares == pytest.approx([1.0], abs=1e-5)
 
 
+def test_an_answer_ends_before_a_stop_string() -> None:
+    speaker, passages = translator(), ["sat on it", "a dog ran too"]
+    whole = regard.answer(speaker, "the cat", [passages], max_new_tokens=12)[0]
+    stop = whole.text[len(whole.text) // 2 :][:2]
+    found = regard.answer(speaker, "the cat", [passages], max_new_tokens=12, stop=stop)[0]
+    assert found.text == whole.text[: whole.text.index(stop)]
+    assert len(found.words) <= len(whole.words)
+    with pytest.raises(ValueError, match="give a list of texts for each question"):
+        regard.answer(speaker, "the cat", passages)  # type: ignore[arg-type]
+
+
 def test_evaluation_says_how_many_are_exact(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("eval", trained, "--json") == 0
     found = json.loads(capsys.readouterr().out)["splits"]["valid"]
@@ -145,6 +156,10 @@ def test_an_index_finds_what_was_put_in(embedder: Path, trained: Path, tmp_path:
         assert found[0].score >= found[1].score  # type: ignore[operator]
     assert run("answer", trained, "who has the hat", "--index", tmp_path / "idx", "--passages", 3, "--json") == 0
     assert len(json.loads(capsys.readouterr().out)["results"][0]["passages"]) == 3
+    with pytest.raises(ValueError, match="n=0 must be at least 1"):
+        index.search(["the cat"], 0)
+    with pytest.raises(ValueError, match="words=0 must be at least 1"):
+        build_index(files, tmp_path / "none", model=str(embedder), words=0)
     np.save(tmp_path / "idx" / "vectors.npy", np.zeros((2, 3), np.float32))
     with pytest.raises(BadModelFile, match="is damaged"):
         PassageIndex.open(tmp_path / "idx")
@@ -182,6 +197,14 @@ def test_a_graph_needs_faiss(embedder: Path, tmp_path: Path, monkeypatch: Any, c
     said = 'a graph needs faiss, which is not installed: pip install "regard[index]"'
     assert said in capsys.readouterr().err
     assert not (tmp_path / "idx").exists()
+
+
+def test_half_a_surrogate_in_a_table_can_be_indexed(embedder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "the \\ud800 cat"}\n', encoding="utf-8")
+    build_index([tmp_path / "t.jsonl"], tmp_path / "idx", model=str(embedder))
+    assert PassageIndex.open(tmp_path / "idx").passage(0).text == "the ? cat"
+    assert run("embed", embedder, "--file", tmp_path / "t.jsonl", "--out", tmp_path / "vectors.jsonl") == 0
+    assert json.loads((tmp_path / "vectors.jsonl").read_bytes())["text"] == "the \ud800 cat"
 
 
 def test_passages_end_with_lines_where_they_can(tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def test_texts_of_any_lengths_are_those_of_each_alone(preset: str, beam: int) ->
         text.append(token)
 
 
+@pytest.mark.parametrize("preset", ["gpt2", "transformer-tiny"])
+def test_it_may_be_a_draft(preset: str) -> None:
+    model, draft = small(preset), small(preset, mixer="convolution", positions="sinusoidal")
+    for one, other in ((model, draft), (draft, model), (draft, draft)):
+        drafted = generate(one, [5, 9, 3], max_new_tokens=8, draft=other)
+        assert drafted.tokens == generate(one, [5, 9, 3], max_new_tokens=8).tokens
+
+
 def test_what_sees_the_future_is_refused_in_a_sentence() -> None:
     model = small("gpt2", mixer="fourier", positions="sinusoidal", causal=False)
     with pytest.raises(

@@ -152,6 +152,7 @@ def test_what_a_draft_does_not_go_with(models: dict[float, Model], fields: dict[
         ("gpt2", small("transformer-base"), "the draft has architecture='encoder-decoder', but the model 'decoder'"),
         ("transformer-base", small("captioner"), "the draft has source='image', but the model has 'text'"),
         ("transformer-base", small("transformer-base", max_len=12), "the draft reads max_len=12 tokens, but the mod"),
+        ("gpt2", small("gpt2", mixer="mamba2"), "draft does not work with a state-space model"),
     ],
 )
 def test_drafts_that_cannot_guess(name: str, draft: Model, said: str) -> None:

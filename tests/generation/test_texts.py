@@ -252,6 +252,26 @@ def test_a_prefix_is_forced(speaker: Model, translating: Model) -> None:
     assert with_prefix[0] == "고양이가" + made[0]
 
 
+def test_each_text_has_its_own_beginning_in_whatever_order_they_are_translated(
+    translating: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest is translated first, in one batch or in several."""
+    texts, tokenizer = ["the", "the cat sat on the mat.", "a dog ran, and the cat ran too."], tokenizer_of(translating)
+    begun = [tokenizer.encode(text, special=False) for text in ("고양이가", "주의력만", "매트 위에 앉았다.")]
+    alone = [
+        regard.translate(translating, text, target=start, max_new_tokens=5).tokens[0]
+        for text, start in zip(texts, begun, strict=True)
+    ]
+    assert regard.translate(translating, texts, target=begun, max_new_tokens=5).tokens == alone
+    monkeypatch.setitem(prompts._MAX_CACHE_BYTES, "cpu", 1)
+    assert regard.translate(translating, texts, target=begun, max_new_tokens=5).tokens == alone
+    assert regard.generate(translating, texts, target=begun, beam=4, max_new_tokens=5).tokens == alone
+    with pytest.raises(ValueError, match="there are 2 targets for 3 sources"):
+        regard.translate(translating, texts, target=begun[:2])
+    with pytest.raises(ValueError, match="target 1 has 201 tokens"):
+        regard.translate(translating, texts, target=[[5], [5] * 200, [5]])
+
+
 def test_biases_name_tokens_by_word_or_id(speaker: Model) -> None:
     tokenizer = tokenizer_of(speaker)
     [only] = tokenizer.encode("q")
@@ -340,6 +360,8 @@ def test_translate_searches_with_four_beams(translating: Model) -> None:
     assert regard.translate(translating, [text], GenerateConfig(max_new_tokens=5)).tokens == (
         regard.generate(translating, ids, max_new_tokens=5).tokens
     )
+    assert regard.translate(translating, text, sample=False).scores == plain.scores
+    assert len(regard.translate(translating, text, min_new_tokens=70).tokens[0]) >= 70
 
 
 def test_nothing_to_translate_is_no_translation(translating: Model) -> None:
@@ -459,6 +481,7 @@ def test_classes_of_images(tmp_path: Path) -> None:
         ("the", {"stop": ""}, "stop='' holds an empty string"),
         ("the", {"stopp": "x"}, "GenerateConfig has no field 'stopp'; did you mean 'stop'?"),
         ("the", {"target": "x"}, "target is for models with an encoder"),
+        ("the", {"logit_bias": {5: 1e300}}, "logit_bias of token 5 is 1e+300; it must be a finite number"),
         ("the", {"padding_mask": torch.ones(1, 1)}, "padding_mask needs token ids as a tensor"),
     ],
 )

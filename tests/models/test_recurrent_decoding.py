@@ -113,6 +113,17 @@ def test_what_is_no_longer_kept_cannot_be_taken_back() -> None:
         cache.truncate(-1)
 
 
+@each_cell
+@torch.no_grad()
+def test_a_fixed_cache_holds_one_text_longer_than_its_past(cell: str) -> None:
+    model, target = tiny(cell=cell), tokens(1, 20, 1)
+    memory, cache = model.encode(tokens(1, 5)), model.new_cache(1, 32)
+    close(step_by_step(model, target, memory, cache, [1] * 20), model.decode(target, memory))
+    assert cache.lengths.tolist() == [20]
+    cache.truncate(12)
+    close(step_by_step(model, target[:, 12:], memory, cache, [8]), model.decode(target, memory)[:, 12:])
+
+
 @torch.no_grad()
 def test_a_fixed_cache_stays_where_it_is() -> None:
     model = tiny()

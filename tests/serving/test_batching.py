@@ -422,3 +422,17 @@ def test_a_long_prompt_is_kept_at_the_cost_of_its_length() -> None:
     cache.keep(other, keys[:, :, :, : 3 * PROMPT_PART])
     assert cache.find([*other, 1]) is not None
     assert cache._n_bytes <= keys.nbytes
+
+
+def test_of_a_prompt_longer_than_the_cache_the_beginning_is_kept() -> None:
+    """Without it the rest could not be found."""
+    keys = torch.randn(2, 2, 1, 6 * PROMPT_PART, 4)
+    cache, row = PrefixCache(max_bytes=keys.nbytes // 2), list(range(6 * PROMPT_PART))
+    cache.keep(row, keys)
+    found = cache.find([*row, 1])
+    assert found is not None
+    assert torch.equal(found, keys[:, :, :, : 3 * PROMPT_PART])
+    cache.keep([7] * PROMPT_PART, keys[:, :, :, :PROMPT_PART])
+    found = cache.find([*row, 1])
+    assert found is not None
+    assert torch.equal(found, keys[:, :, :, : 2 * PROMPT_PART])

@@ -244,7 +244,9 @@ def row_encoder(
 
     def encode(row: dict[str, Any] | None) -> bytes:
         if form == "jsonl":
-            return b"" if row is None else f"{json.dumps(row, ensure_ascii=False)}\n".encode()
+            # JSON may hold half of a surrogate pair, which is written as it was read: \ud800
+            line = "" if row is None else f"{json.dumps(row, ensure_ascii=False)}\n"
+            return line.encode("utf-8", "backslashreplace")
         if row is None and not header:
             return b""
         cells = names if row is None else ["" if row.get(name) is None else _number(row[name]) for name in names]
@@ -252,7 +254,8 @@ def row_encoder(
             text = io.StringIO()
             csv.writer(text, delimiter=delimiter, lineterminator="\n").writerow(cells)
             return text.getvalue().encode("utf-8", "surrogatepass")
-        return ("\t".join(" ".join(cell.replace("\t", " ").splitlines()) for cell in cells) + "\n").encode()
+        line = "\t".join(" ".join(cell.replace("\t", " ").splitlines()) for cell in cells)
+        return f"{line}\n".encode("utf-8", "surrogatepass")
 
     return encode
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..attention import MultiHeadAttention
 from ..errors import RegardError
+from ..foundation.checks import check_positive
 from ..generation import GenerateConfig
 from ..generation.generate import inference
 from ..hub.gguf_file import NAME as GGUF_FILE
@@ -90,8 +91,7 @@ def certify(
     check     a file of pairs, texts or labelled texts, on which the task's metric is compared too
     compiled  whether torch.compile is compared too; it takes up to a minute
     """
-    if n_shapes < 1:
-        raise ValueError(f"n_shapes={n_shapes} must be at least 1")
+    check_positive(n_shapes=n_shapes)
     bounds, root = bounds or Bounds(), Path(exported)
     cases = make_cases(model.config, n_shapes, seed)
     with inference(model):

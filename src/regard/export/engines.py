@@ -24,7 +24,7 @@ from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..generation import GenerateConfig, generate
-from ..generation.prompts import add_bos, default_output_length, pad_prompts, source_tensors
+from ..generation.prompts import default_output_length, fill_empty_rows, pad_prompts, source_tensors
 from ..generation.stop_conditions import decode_after
 from ..generation.text_codec import split_special_tokens
 from ..hub.gguf_file import NAME as GGUF_FILE
@@ -38,9 +38,10 @@ EngineName = Literal["torch", "onnx", "ctranslate2", "gguf"]
 Side = Literal["source", "target"]
 ONNX_FOLDER = "onnx"
 _PATHS: dict[EngineName, str] = {"onnx": ONNX_FOLDER, "ctranslate2": CT2_FOLDER, "gguf": GGUF_FILE}
-# The fields of GenerateConfig that CTranslate2 supports.
-_CT2_FIELDS = {"max_new_tokens", "min_new_tokens", "beam", "length_penalty", "penalty_form", "early_stopping"}
-_CT2_FIELDS |= {"truncate", "cache"}
+_CT2_FIELDS = {  # the fields of GenerateConfig that CTranslate2 supports
+    *("max_new_tokens", "min_new_tokens", "beam", "length_penalty", "penalty_form", "early_stopping"),
+    *("truncate", "cache"),
+}
 _LLAMA_CPP_CONTEXT = 4096  # the longest text for llama.cpp, which keeps the logits of every token
 
 
@@ -52,6 +53,7 @@ class Engine(ABC):
 
     def __init__(self, config: ModelConfig, processor: Any) -> None:
         self.config, self.processor = config, processor
+        self.end_ids = [index for index in (config.eos_id, *config.more_eos_ids) if index is not None]
 
     @abstractmethod
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
@@ -64,6 +66,13 @@ class Engine(ABC):
         config = (config or GenerateConfig()).with_(**fields)
         lists = [list(row) for row in rows]
         return self._write(self._check_rows(lists, config), config) if lists else []
+
+    def _check_fields(self, config: GenerateConfig, supported: set[str]) -> None:
+        """Raise if a field other than the supported ones differs from its default."""
+        default = GenerateConfig()
+        for name in sorted(config.model_fields_set - supported):
+            if (value := getattr(config, name)) != getattr(default, name):
+                raise ValueError(f"the {self.name} engine does not support {name}={value!r}; the torch engine does")
 
     def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:
         """Logits of every token (B, T, V), or of the classes (B, C); TypeError if the engine returns none."""
@@ -152,7 +161,7 @@ class Engine(ABC):
         """The rows, checked and truncated as in ``generate``."""
         if self.config.architecture != "decoder":
             return [item.tolist() for item in source_tensors(rows, None, self.config, config.truncate)]
-        prompts = add_bos(rows, self.config.bos_id, "prompt")
+        prompts = fill_empty_rows(rows, self.config.bos_id, "prompt")
         return pad_prompts(prompts, self.config, config, torch.device("cpu")).rows
 
     def tokenizer(self, side: Side) -> Any:
@@ -226,13 +235,10 @@ class Ct2Engine(Engine):
         self._ids = {token: index for index, token in enumerate(self._target_tokens)}
 
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
-        # CTranslate2 enforces min_new_tokens before the softmax, which gives beams other scores than regard's.
-        allowed = _CT2_FIELDS - {"min_new_tokens"} if config.beam > 1 else _CT2_FIELDS
-        for name in sorted(config.model_fields_set - allowed):
-            if getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True):
-                setting = f"{name}={getattr(config, name)!r}"
-                setting += f" with beam={config.beam}" if name in _CT2_FIELDS else ""
-                raise ValueError(f"the ctranslate2 engine does not support {setting}; the torch engine does")
+        self._check_fields(config, _CT2_FIELDS)
+        if config.beam > 1 and config.min_new_tokens:  # it forbids the end before the softmax, which changes the scores
+            setting = f"min_new_tokens={config.min_new_tokens} with beam={config.beam}"
+            raise ValueError(f"the ctranslate2 engine does not support {setting}; the torch engine does")
         if config.beam > 1 and config.early_stopping is not True:
             setting = f"early_stopping={config.early_stopping!r} with beam={config.beam}"
             raise ValueError(f"the ctranslate2 engine does not support {setting}; use True, or the torch engine")
@@ -241,6 +247,7 @@ class Ct2Engine(Engine):
             "beam_size": config.beam,
             "num_hypotheses": 1 if is_own_form else config.beam,
             "length_penalty": _exponent(config),
+            "end_token": self.end_ids,
             "return_end_token": True,  # its score was divided by the length that includes it
             "return_scores": not is_own_form,
         }
@@ -275,14 +282,15 @@ class Ct2Engine(Engine):
             yield group, self.runtime.generate_batch(prompts, include_prompt_in_result=False, **options)
 
     def _best(self, texts: list[list[int]], scores: list[float], config: GenerateConfig) -> list[int]:
-        """The best of the returned texts, without the end token."""
+        """The best of the returned texts, up to its end token."""
         text = texts[0]
         if len(texts) > 1:  # rank them by the other form of the length penalty
             lengths, exponent = [len(text) for text in texts], _exponent(config)
             pairs = zip(scores, lengths, strict=True)
             values = [score * n**exponent / config.length_penalty_at(n) for score, n in pairs]
             text = texts[values.index(max(values))]
-        return text[:-1] if text and text[-1] == self.config.eos_id else text
+        # With several end tokens, CTranslate2's beam search may continue a text after one of them.
+        return text[: next((n for n, token in enumerate(text) if token in self.end_ids), len(text))]
 
     def log_probs(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
         """log P of each target token given the preceding ones, including the end token."""
@@ -326,16 +334,13 @@ class GgufEngine(Engine):
             raise BadModelFile(f"{file} cannot be opened by llama.cpp: {error}") from None
 
     def _write(self, rows: list[list[int]], config: GenerateConfig) -> list[list[int]]:
-        for name in sorted(config.model_fields_set - {"max_new_tokens", "truncate", "cache"}):
-            if getattr(config, name) != GenerateConfig.model_fields[name].get_default(call_default_factory=True):
-                setting = f"{name}={getattr(config, name)!r}"
-                raise ValueError(f"the gguf engine does not support {setting}; the torch engine does")
+        self._check_fields(config, {"max_new_tokens", "truncate", "cache"})
         return [self._continue(row, min(config.max_new_tokens, self.max_len - len(row))) for row in rows]
 
     def _continue(self, row: list[int], limit: int) -> list[int]:
         text: list[int] = []
         logits = self._logits(row)
-        while len(text) < limit and (token := int(logits[-1].argmax())) != self.config.eos_id:
+        while len(text) < limit and (token := int(logits[-1].argmax())) not in self.end_ids:
             text.append(token)
             if len(text) < limit:
                 logits = self._logits([token], after=len(row) + len(text) - 1)

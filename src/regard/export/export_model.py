@@ -12,7 +12,7 @@ import copy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -114,17 +114,13 @@ def export(
         document = certify(
             reference, folder, n_shapes=n_shapes, seed=seed, check=check, bounds=bounds, compiled=compiled, beam=beam
         )
-        if not document["passes"]:
-            raise BoundBroken(document)
-        write_atomic(folder / CERTIFICATE, to_json({"kinds": list(kinds), **document}))
-        hub.Manifest.of(folder, model.training_record).write(folder)
+        _write_certificate(folder, kinds, document, model)
     return target
 
 
 def _export_page(
     model: Model, target: Path, kind: Kind, bounds: Bounds | None, n_inputs: int, seed: int, runtime: str | Path | None
 ) -> Path:
-    """Write the page with its certificate and its manifest."""
     from .web_certificate import certify_page
     from .web_page import export_web
 
@@ -132,11 +128,16 @@ def _export_page(
     with replace_directory(target) as folder:
         export_web(model, folder, int8=int8, runtime=runtime)
         document = certify_page(model, folder, n_inputs=n_inputs, seed=seed, int8=int8, bounds=bounds)
-        if not document["passes"]:
-            raise BoundBroken(document)
-        write_atomic(folder / CERTIFICATE, to_json({"kinds": [kind], **document}))
-        hub.Manifest.of(folder, model.training_record).write(folder)
+        _write_certificate(folder, [kind], document, model)
     return target
+
+
+def _write_certificate(folder: Path, kinds: Sequence[Kind], document: dict[str, Any], model: Model) -> None:
+    """Write the certificate, then the manifest of the whole directory; BoundBroken if a bound does not hold."""
+    if not document["passes"]:
+        raise BoundBroken(document)
+    write_atomic(folder / CERTIFICATE, to_json({"kinds": list(kinds), **document}))
+    hub.Manifest.of(folder, model.training_record).write(folder)
 
 
 def _parse_kinds(kind: Kind | Sequence[Kind]) -> tuple[Kind, ...]:

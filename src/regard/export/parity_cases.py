@@ -13,15 +13,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ..config import ModelConfig
-from ..data.examples import Labelled, Pair
+from ..config import DataConfig, ModelConfig
+from ..data.examples import Labelled, Pair, ReadReport
 from ..data.sources import open_source
+from ..data.table_files import read_lines
 from ..errors import BadData
+from ..generation.text_generation import class_names, classify
 from ..training.metrics.translation_metrics import bleu_tokenizer, translation
 from .engines import Ct2Engine, Engine, TorchEngine
 
@@ -199,7 +201,10 @@ def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
 
 
 def _lines(path: Path) -> list[str]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    report = ReadReport()
+    lines = [line for _, line in read_lines(path, report, DataConfig(normalise="none")) if line and line.strip()]
+    if report.n_bad:
+        raise BadData(str(report.first[0]))
     if not lines:
         raise BadData(f"{path} has no lines of text to check")
     return lines
@@ -226,27 +231,15 @@ def _accuracy_check(model: TorchEngine, path: Path) -> FileCheck:
     if opened.kind != "labelled":
         raise BadData(f"{path} holds {opened.kind}; a classifier is checked with texts and their labels")
 
+    texts = [x.text if x.second is None else (x.text, x.second) for x in examples]
+    numbers = {name: number for number, name in enumerate(class_names(model.model))}
+
     def score(engine: Engine) -> Score:
-        guesses = classify(engine, [(x.text, x.second) for x in examples])
-        hits = sum(guess == example.label for guess, example in zip(guesses, examples, strict=True))
+        guesses = classify(cast(TorchEngine, engine).model, texts, truncate=True)  # no other engine runs a classifier
+        hits = sum(numbers[guess.label] == example.label for guess, example in zip(guesses, examples, strict=True))
         return 100 * hits / len(examples), None
 
     return FileCheck("accuracy in percent", 1, len(examples), score)
-
-
-@torch.no_grad()
-def classify(engine: Engine, texts: list[tuple[str, str | None]]) -> list[int]:
-    """The index of the likeliest class of each text, or pair of texts."""
-    tokenizer, max_len = engine.tokenizer("source"), engine.config.max_len
-    each = (tokenizer.encode(x) if y is None else next(tokenizer.encode_pairs([(x, y)])) for x, y in texts)
-    rows = [torch.tensor(ids[:max_len]) for ids in each]
-    out: list[int] = []
-    for start in range(0, len(rows), BATCH):
-        group = rows[start : start + BATCH]
-        source = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=engine.config.pad_id)
-        padding_mask = torch.arange(source.shape[1]) < torch.tensor([len(row) for row in group])[:, None]
-        out += engine.token_logits(source, padding_mask=padding_mask).argmax(-1).tolist()
-    return out
 
 
 @torch.no_grad()

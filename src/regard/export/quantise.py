@@ -18,6 +18,7 @@ from .. import hub
 from ..errors import BadModelFile
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
+from ..generation.generate import inference
 from ..layers.quantised_linear import Int8Linear
 from ..layers.quantised_linear import quantise as round_in_place
 from ..models import Model, build
@@ -25,10 +26,10 @@ from ..models.components import TokenHead
 from ..text import read_processor
 
 MARK = "regard_quantisation"  # the field of config.json that says how the weights are quantised
-_ALL_INT8: dict[str, Any] = {  # written by older versions
+_OLDER_SCHEME: dict[str, Any] = {  # written by older versions
     **{"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"}
 }
-_HOW: dict[str, Any] = {**_ALL_INT8, "columns": "float32 for the largest inputs, one of 64, at least 4"}
+_SCHEME: dict[str, Any] = {**_OLDER_SCHEME, "columns": "float32 for the largest inputs, one of 64, at least 4"}
 _MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -41,7 +42,6 @@ def quantise(model: Model) -> Model:
     return cast(Model, round_in_place(copy.deepcopy(model), _measure_inputs(model)))
 
 
-@torch.no_grad()
 def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str, Tensor]:
     """The largest magnitude of each input of every linear layer, (in,) by the layer's name.
 
@@ -55,11 +55,10 @@ def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str
         sizes[names[module]] = torch.maximum(sizes[names[module]], x.detach().float().abs().flatten(0, -2).amax(0))
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(record) for name in sizes]
-    training = model.training
     try:
-        model.eval()(*_random_inputs(model, n_rows, length))
+        with inference(model):
+            model(*_random_inputs(model, n_rows, length))
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return sizes
@@ -106,7 +105,7 @@ def write_int8(model: Model, folder: Path) -> None:
     if index is not None:
         files["model.safetensors.index.json"] = to_json(index)
     # The model type is regard's own, because transformers would read the integers as weights.
-    fields: dict[str, Any] = {"model_type": "regard", "regard": config.model_dump(mode="json"), MARK: _HOW}
+    fields: dict[str, Any] = {"model_type": "regard", "regard": config.model_dump(mode="json"), MARK: _SCHEME}
     labels = None if processor is None else processor.labels
     if labels is not None:
         fields["id2label"] = {str(number): label for number, label in enumerate(labels)}
@@ -147,8 +146,8 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
     """Check a directory of an int8 model without reading its weights."""
     directory = hub.Directory(path, verify=verify)
     fields = directory.config()
-    if (how := fields.get(MARK)) not in (_HOW, _ALL_INT8):
-        raise BadModelFile(f"{directory.root}: config.json has {MARK}={how!r}; regard reads {_HOW}")
+    if (scheme := fields.get(MARK)) not in (_SCHEME, _OLDER_SCHEME):
+        raise BadModelFile(f"{directory.root}: config.json has {MARK}={scheme!r}; regard reads {_SCHEME}")
     resolved, weights = hub.read_config(fields), directory.weights()
     config, n_tensors = resolved.config, len(weights.layout)
     for name in ("n_layers", "n_decoder_layers"):  # even on the meta device, building layers takes memory
@@ -157,7 +156,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
             raise BadModelFile(f"{directory.root}: config.json has {name}={count}, but there are {n_tensors} tensors")
     model = build(config, device="meta")
     n_parameters = model.n_parameters
-    model = cast(Model, round_in_place(model, _empty_sizes(model) if how == _HOW else None))
+    model = cast(Model, round_in_place(model, _empty_sizes(model) if scheme == _SCHEME else None))
     _check_tensors(directory.root, model, weights)
     model.processor = read_processor(directory, fields, config)
     model.provenance = hub.Provenance(directory.root, resolved.model_type, directory.verified)

@@ -169,7 +169,8 @@ def predict_to_file(
             pairs = zip(records.read(), read_partial(partial), strict=True)
             target.writelines(lines(record, answer).encode("utf-8", "surrogatepass") for record, answer in pairs)
         elif form == "lines":
-            target.writelines(f"{answerer.line(answer)}\n".encode() for answer in read_partial(partial))
+            answers = (f"{answerer.line(answer)}\n" for answer in read_partial(partial))
+            target.writelines(line.encode("utf-8", "surrogatepass") for line in answers)
         else:
             new, join = table_rows(records, answerer)
             summary.columns = list(new)

@@ -149,14 +149,14 @@ class RecomputingEngine(DecodingEngine):
         return logits
 
     def prefill_part(self, tokens: Tensor) -> Tensor:
-        self._texts = self._texts or [tokens.new_empty(0)] * len(tokens)
         return check_logits(self.decode_tokens(tokens)[:, -1])
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         return self.decode_tokens(tokens[:, None])[:, 0]
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        self._texts = [torch.cat(pair) for pair in zip(self._texts, tokens, strict=True)]
+        texts = self._texts or [tokens.new_empty(0)] * len(tokens)
+        self._texts = [torch.cat(pair) for pair in zip(texts, tokens, strict=True)]
         return self._read(tokens.shape[1])
 
     def truncate(self, length: int) -> None:
@@ -164,7 +164,7 @@ class RecomputingEngine(DecodingEngine):
 
     def select(self, rows: Tensor) -> None:
         self._texts = [self._texts[row] for row in rows.tolist()]
-        if isinstance(self._memory, Memory):
+        if self._memory is not None:
             if self._padding_mask is not None:
                 self._padding_mask = self._padding_mask.index_select(0, rows)
             self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))

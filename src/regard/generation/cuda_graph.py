@@ -349,7 +349,7 @@ class CudaGraphEngine(DecodingEngine):
         decoder.texts.fill_(-1)
         decoder.texts[:n, n_steps : n_steps + texts.shape[1]] = texts.repeat_interleave(copies, 0)
         if config.samples:
-            draws = uniform_draws(config, len(prompts), copies)[:, :n_steps]
+            draws = uniform_draws(config, prompts.limit, copies)[:, :n_steps]
             decoder.draws[:n, : draws.shape[1]] = draws.to(decoder.device)
         first = logits.new_zeros(decoder.shape.rows, logits.shape[1])
         first[:n] = logits

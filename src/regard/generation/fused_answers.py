@@ -7,6 +7,7 @@ averaged over layers and heads, while the word was generated.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from .generate import generate, inference
 from .passage_index import Passage, PassageIndex, open_index
 from .prompts import max_text_length, pad_sources, source_tensors
 from .text_codec import ModelTokenizers, resolve_config
-from .text_generation import check_can_translate
+from .text_generation import check_can_translate, decode_texts
 
 _LONGEST_SPAN = 30  # tokens of an extracted answer, as in BERT's evaluation on SQuAD
 
@@ -95,6 +96,8 @@ def answer(
     if index is not None:
         retrieved = open_index(index).search(questions, n_passages, prompt=prompt)
     else:
+        if any(isinstance(texts, str) for texts in passages or ()):
+            raise ValueError("passages is a list of texts; give a list of texts for each question")
         retrieved = [[Passage(text) for text in texts] for texts in passages or ()]
     if len(retrieved) != len(questions) or not all(retrieved):
         n_lists, n_questions = len(retrieved), len(questions)
@@ -114,14 +117,17 @@ def _generate_answer(model: Model, question: str, passages: list[Passage], field
     config = config.with_(max_new_tokens=max(1, min(config.max_new_tokens, max_new_tokens)))
     rows = tokenizers.encode_inputs([question_with_passage(question, x.text) for x in passages], "passage")
     rows, _ = truncate(rows, model.config.max_len)
-    best = generate(model, [rows], config, strings=strings).best[0]
-    by_token = _passage_shares(model, rows, best.content)  # (T, P)
+    best = decode_texts(generate(model, [rows], config, strings=strings), tokenizers, strings)[0][0]
+    ids = best.tokens
+    if strings is not None:  # without the tokens of a stop string
+        ids = ids[: bisect_left(range(len(ids)), len(best.text), key=lambda n: len(tokenizers.decode(ids[:n])))]
+    by_token = _passage_shares(model, rows, ids)  # (T, P)
     words = []
-    for text, tokens in _words(tokenizers, best.content):
+    for text, tokens in _words(tokenizers, ids):
         shares = by_token[tokens].mean(0)
         words.append(AnswerWord(text, int(shares.argmax()), float(shares.max())))
     overall = by_token.mean(0) if len(by_token) else torch.full((len(rows),), 1 / len(rows))
-    return Answered(question, tokenizers.decode(best.content), best.score, words, passages, overall.tolist())
+    return Answered(question, best.text, best.score, words, passages, overall.tolist())
 
 
 def _extract_answer(model: Model, question: str, passages: list[Passage]) -> Answered:

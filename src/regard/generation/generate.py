@@ -93,11 +93,9 @@ def generate(
         parts = []
         for group in groups:
             selected = checked.select(group)
-            if terms is not None:
-                group_terms = [terms[index] for index in group]
-                parts.append(_generate_with_terms(model, selected, config, strings, group_terms, in_word))
-            elif draft is None:
-                parts.append(_generate_group(model, selected, config, strings))
+            if terms is not None or draft is None:
+                group_terms = None if terms is None else [terms[index] for index in group]
+                parts.append(_generate_group(model, selected, config, strings, group_terms, in_word))
             else:
                 decoder, prompts = _speculative_decoder(model, draft, selected, config, strings, draft_tokens)
                 hypotheses = _collect_hypotheses(decoder.decode(prompts), 1, config)
@@ -106,50 +104,43 @@ def generate(
 
 
 def prepare(
-    model: Model, inputs: ModelInputs, config: GenerateConfig, one_by_one: bool = True
+    model: Model, inputs: ModelInputs, config: GenerateConfig, may_capture: bool = True
 ) -> tuple[DecodingEngine, Prompts]:
-    """Pad the prompts and make an engine, which runs the encoder if there is one. ``one_by_one``: see new_engine."""
+    """Pad the prompts and make an engine (``new_engine``), which runs the encoder if there is one."""
     name = "prompt" if inputs.sources is None else "target"
     prompts = pad_prompts(inputs.rows, model.config, config, model.device, name)
-    return new_engine(model, inputs, config.cache, one_by_one), prompts
+    return new_engine(model, inputs, config.cache, may_capture), prompts
 
 
 def new_engine(
-    model: Model, inputs: ModelInputs, cache: CacheName = "growing", one_by_one: bool = True
+    model: Model, inputs: ModelInputs, cache: CacheName = "growing", may_capture: bool = True
 ) -> DecodingEngine:
     """An engine that has encoded the sources, if there are any, and read no token yet.
 
-    ``one_by_one``: it will decode one token of each text at a time and never remove any, so steps may be captured.
+    An engine with captured steps decodes one token of each text at a time and cannot remove any.
     """
-    capture = one_by_one and cache in ("growing", "static") and model.decodes_by_token and can_capture(model)
+    capture = may_capture and cache in ("growing", "static") and model.decodes_by_token and can_capture(model)
     sources = None if inputs.sources is None else pad_sources(inputs.sources, model)
     return (CudaGraphEngine if capture else plain_engine)(model, sources, cache)
 
 
 def _generate_group(
-    model: Model, inputs: ModelInputs, config: GenerateConfig, strings: StopStrings | None
-) -> Generated:
-    eos_id = model.config.eos_id
-    engine, prompts = prepare(model, inputs, config)
-    if config.beam == 1:
-        steps = graph_decode_loop(engine, prompts, config, eos_id, strings)
-        return Generated(prompts.rows, _collect_hypotheses(steps, len(prompts), config))
-    return _search(BeamSearch(engine, config, eos_id, strings), prompts)
-
-
-def _generate_with_terms(
     model: Model,
     inputs: ModelInputs,
     config: GenerateConfig,
     strings: StopStrings | None,
-    terms: Sequence[Sequence[Term]],
+    terms: Sequence[Sequence[Term]] | None,
     in_word: Callable[[int], bool],
 ) -> Generated:
+    eos_id = model.config.eos_id
     engine, prompts = prepare(model, inputs, config)
-    return _search(ConstrainedSearch(engine, config, model.config.eos_id, terms, strings, in_word), prompts)
-
-
-def _search(search: BeamSearch, prompts: Prompts) -> Generated:
+    if config.beam == 1 and terms is None:
+        steps = graph_decode_loop(engine, prompts, config, eos_id, strings)
+        return Generated(prompts.rows, _collect_hypotheses(steps, len(prompts), config))
+    if terms is None:
+        search = BeamSearch(engine, config, eos_id, strings)
+    else:
+        search = ConstrainedSearch(engine, config, eos_id, terms, strings, in_word)
     hypotheses = run_captured(search, prompts) or search.run(prompts)
     n_steps = max(len(text.tokens) for texts in hypotheses for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)
@@ -158,8 +149,8 @@ def _search(search: BeamSearch, prompts: Prompts) -> Generated:
 def _speculative_decoder(
     model: Model, draft: Model, inputs: ModelInputs, config: GenerateConfig, strings: StopStrings | None, n_tokens: int
 ) -> tuple[SpeculativeDecoder, Prompts]:
-    engine, prompts = prepare(model, inputs, config, one_by_one=False)
-    draft_engine = new_engine(draft, inputs, one_by_one=False)
+    engine, prompts = prepare(model, inputs, config, may_capture=False)
+    draft_engine = new_engine(draft, inputs, may_capture=False)
     return SpeculativeDecoder(engine, draft_engine, n_tokens, config, strings), prompts
 
 

@@ -103,8 +103,8 @@ class GenerateConfig(Config):
             if (value := getattr(self, name)) is not None and not is_valid(value):
                 raise ValueError(f"{name}={value} must {words}")
         for token, bias in self.logit_bias.items():
-            if math.isnan(bias) or bias == math.inf:
-                hint = "it must be a finite number, or -inf to forbid it"
+            if not abs(bias) <= 1e30 and bias != -math.inf:
+                hint = "it must be a finite number, -1e30 to 1e30, or -inf to forbid it"
                 raise ValueError(f"logit_bias of token {token} is {bias}; {hint}")
         if any(len(sequence) == 0 for sequence in self.stop):
             raise ValueError("stop contains an empty sequence, which would end every text before it starts")
@@ -134,5 +134,7 @@ class GenerateConfig(Config):
         return self.sample if self.sample is not None else any(getattr(self, name) is not None for name in _SAMPLING)
 
     def length_penalty_at(self, n_tokens: float) -> float:
-        """The divisor of log P for a text of n tokens: n^α, or ((5 + n) / 6)^α (GNMT)."""
-        return (n_tokens if self.penalty_form == "hf" else (5 + n_tokens) / 6) ** self.length_penalty
+        """The divisor of log P for a text of n tokens: n^α, or ((5 + n) / 6)^α (GNMT); within float32's range."""
+        base = n_tokens if self.penalty_form == "hf" else (5 + n_tokens) / 6
+        exponent = self.length_penalty * math.log(base)
+        return base**self.length_penalty if abs(exponent) < 80 else math.exp(math.copysign(80, exponent))

@@ -28,6 +28,7 @@ from ..data.examples import ReadReport
 from ..data.record_files import form_of, open_records
 from ..data.table_files import read_lines
 from ..errors import BadData, BadModelFile, RegardError
+from ..foundation.checks import check_positive
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..hub.manifest import Manifest, check_replaceable
@@ -87,6 +88,7 @@ class PassageIndex:
         self, questions: Sequence[str], n: int = 5, *, model: ModelOrPath | None = None, prompt: str | None = None
     ) -> list[list[Passage]]:
         """The n nearest passages to each question, nearest first; ``model`` replaces the index's own model."""
+        check_positive(n=n)
         queries = embed(self.model_path if model is None else model, list(questions), prompt=prompt)
         if queries.shape[1] != self.vectors.shape[1]:
             width = self.vectors.shape[1]
@@ -183,6 +185,7 @@ def build_index(
 ) -> IndexSummary:
     """Split texts into passages of at most ``words`` words, embed them, and write the index atomically; with a
     ``graph``, FAISS can search more than a million passages quickly."""
+    check_positive(words=words)
     if graph:
         _faiss()  # raise before the work
     check_replaceable(Path(out), "writing an index")
@@ -214,7 +217,7 @@ def _write_passages(
             for passage in batch:
                 offsets.append(file.tell())
                 line = json.dumps({"text": passage.text, "place": passage.place}, ensure_ascii=False)
-                file.write(line.encode() + b"\n")
+                file.write(line.encode("utf-8", "replace") + b"\n")
             parts.append(embed(model, [passage.text for passage in batch]))
             progress(f"{len(offsets):,} passages")
     return offsets, np.concatenate(parts) if parts else np.zeros((0, model.config.d_model), np.float32)

@@ -36,9 +36,12 @@ PROMPT_PART = 128  # tokens per part
 _GPU_ROWS, _GPU_PROMPTS = 2048, 64  # rows of a pass, and of its logits
 _PREFIX_BYTES = {"cpu": 256 << 20, "elsewhere": 2 << 30}
 
+PartKey = tuple[int, tuple[int, ...]]  # the number of the part before it, and its tokens
+
 
 class PrefixCache:
-    """Keys and values of the leading parts of prompts; drops the least recently used parts first.
+    """Keys and values of the leading parts of prompts; drops the least recently used prompts first, and the end of a
+    prompt before its beginning.
 
     A part is identified by the number of the part before it and its own tokens, so that looking up a prompt takes time
     linear in its length. Its keys have the same bits whichever prompt it was read for, as parts begin at fixed
@@ -46,36 +49,43 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._parts: OrderedDict[tuple[int, tuple[int, ...]], tuple[int, Tensor]] = OrderedDict()
+        self._parts: OrderedDict[PartKey, tuple[int, Tensor]] = OrderedDict()
         self._numbers = count(1)  # numbers of parts; 0 is the beginning of a prompt
         self._max_bytes, self._n_bytes, self.n_tokens_found = max_bytes, 0, 0
 
     def find(self, tokens: list[int]) -> Tensor | None:
         """Keys (layers, 2, G, T, D) of the longest known prefix of ``tokens``, at most all but the last token."""
-        parts, number = list[Tensor](), 0
+        used, number = list[PartKey](), 0
         for end in range(PROMPT_PART, len(tokens), PROMPT_PART):
             key = number, tuple(tokens[end - PROMPT_PART : end])
             if key not in self._parts:
                 break
-            self._parts.move_to_end(key)
-            number, keys = self._parts[key]
-            parts.append(keys)
-        self.n_tokens_found += PROMPT_PART * len(parts)
-        return torch.cat(parts, 3) if parts else None
+            used.append(key)
+            number, _ = self._parts[key]
+        self._mark_used(used)
+        self.n_tokens_found += PROMPT_PART * len(used)
+        return torch.cat([self._parts[key][1] for key in used], 3) if used else None
 
     def keep(self, tokens: list[int], keys: Tensor) -> None:
         """Store the whole parts of a prompt, given all its keys (layers, 2, G, T, D)."""
-        number = 0
+        used, number = list[PartKey](), 0
         for end in range(PROMPT_PART, len(tokens) + 1, PROMPT_PART):
             key = number, tuple(tokens[end - PROMPT_PART : end])
             if key not in self._parts:
                 part = keys[:, :, :, end - PROMPT_PART : end].clone()
                 self._parts[key] = next(self._numbers), part
                 self._n_bytes += part.nbytes
-            number = self._parts[key][0]
+            used.append(key)
+            number, _ = self._parts[key]
+        self._mark_used(used)
         while self._n_bytes > self._max_bytes:
             _, (_, dropped) = self._parts.popitem(last=False)
             self._n_bytes -= dropped.nbytes
+
+    def _mark_used(self, keys: list[PartKey]) -> None:
+        """Mark the parts of a prompt as just used, in reverse: a part can be found only if those before it are kept."""
+        for key in reversed(keys):
+            self._parts.move_to_end(key)
 
 
 def new_prefix_cache(model: Model) -> PrefixCache | None:
@@ -190,7 +200,7 @@ class PromptReader:
         self._max_rows = sys.maxsize if is_cpu else _GPU_ROWS
         if not self.in_rows:
             return
-        self._decoder, self._shape = RowDecoder(model), DecoderShape.of(model.config)
+        self._decoder, self._shape = RowDecoder(model), model.decoder_shape
         self._dtype = next(model.parameters()).dtype
         max_length = max_text_length(model.config, target=not model.is_decoder_only)
         self._position_table = self._decoder.position_table(max_length, self._dtype)

@@ -86,11 +86,11 @@ def read_inputs(
     if model.is_decoder_only:
         if target is not None:
             raise ValueError("target is for models with an encoder; a decoder takes only a prompt")
-        return ModelInputs(add_bos(token_rows(inputs, padding_mask), ours.bos_id, "prompt"), None)
+        return ModelInputs(fill_empty_rows(token_rows(inputs, padding_mask), ours.bos_id, "prompt"), None)
     if ours.architecture == "encoder":
         raise TypeError("a model with architecture='encoder' writes no text")
     sources = source_tensors(inputs, padding_mask, ours, config.truncate)
-    rows = add_bos([[]] if target is None else token_rows(target, name="target"), ours.bos_id, "target")
+    rows = fill_empty_rows([[]] if target is None else token_rows(target, name="target"), ours.bos_id, "target")
     rows = [row if ours.bos_id in (None, row[0]) else [ours.bos_id, *row] for row in rows]
     rows = rows * len(sources) if len(rows) == 1 else rows
     if len(rows) != len(sources):
@@ -98,8 +98,8 @@ def read_inputs(
     return ModelInputs(rows, sources)
 
 
-def add_bos(rows: list[list[int]], bos_id: int | None, name: str) -> list[list[int]]:
-    """An empty prompt becomes bos_id."""
+def fill_empty_rows(rows: list[list[int]], bos_id: int | None, name: str) -> list[list[int]]:
+    """An empty row becomes bos_id, with which the model begins a text; an error if it has none."""
     if not rows:
         raise ValueError(f"there is no {name}: the batch is empty")
     for index, row in enumerate(rows):
@@ -153,9 +153,9 @@ def token_rows(inputs: Rows, padding_mask: Tensor | None = None, name: str = "pr
         return torch.atleast_2d(inputs).tolist()
     if padding_mask is not None:
         raise ValueError(f"padding_mask needs {name} as a tensor; the rows of a list have no padding")
-    is_batch = any(isinstance(row, Sequence | Tensor) for row in inputs)
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in inputs] if is_batch else [list(inputs)]
     try:
+        is_batch = any(isinstance(row, Sequence | Tensor) for row in inputs)
+        rows = [row.tolist() if isinstance(row, Tensor) else row for row in inputs] if is_batch else [inputs]
         return [[operator.index(token) for token in row] for row in rows]
     except TypeError:
         raise TypeError(f"{name} must hold token ids, whole numbers; got {inputs!r:.80}") from None

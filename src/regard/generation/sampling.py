@@ -42,7 +42,7 @@ def decode_loop(
     copies = config.n_best
     rows = torch.arange(len(prompts) * copies, device=prompts.tokens.device)
     limit, texts = prompts.limit.repeat_interleave(copies), prompts.texts.repeat_interleave(copies, 0)
-    draws = uniform_draws(config, len(prompts), copies).to(rows.device) if config.samples else None
+    draws = uniform_draws(config, prompts.limit, copies).to(rows.device) if config.samples else None
     done = torch.zeros_like(rows, dtype=torch.bool)
     engine = accelerate(engine)
     logits = engine.prefill(prompts, copies)
@@ -194,19 +194,24 @@ def _token_mask(tokens: Tensor, scores: Tensor) -> Tensor:
     return marks.scatter_(1, torch.where(tokens < 0, n_tokens, tokens), True)[:, :n_tokens]
 
 
-def uniform_draws(config: GenerateConfig, n_prompts: int, n_copies: int) -> Tensor:
-    """Uniform numbers in [0, 1), (prompts · copies, max_new_tokens), that depend only on the seed and the copy."""
+def uniform_draws(config: GenerateConfig, limit: Tensor, n_copies: int) -> Tensor:
+    """Uniform numbers in [0, 1), (B · copies, the largest limit), that depend only on the seed and the copy.
+
+    ``limit`` (B,) is the maximum of new tokens of each prompt; max_new_tokens may be far larger.
+    """
+    n_prompts, n_steps = len(limit), int(limit.max())
     seeds = torch.randint(2**62, (n_prompts,)).tolist() if config.seed is None else [config.seed] * n_prompts
     rows = []
     for seed in seeds:
         for copy in range(n_copies):
             generator = torch.Generator().manual_seed((seed + copy * 0x9E3779B97F4A7C15) % 2**63)
-            rows.append(torch.rand(config.max_new_tokens, generator=generator, dtype=torch.float64))
+            rows.append(torch.rand(n_steps, generator=generator, dtype=torch.float64))
     return torch.stack(rows)
 
 
 def draw_tokens(scores: Tensor, draws: Tensor) -> Tensor:
     """Sample by the inverse CDF: the token (R,) at which the cumulative probability passes ``draws`` (R,)."""
     cumulative = scores.to(widest_float(scores.device)).softmax(-1).cumsum(-1)
-    thresholds = draws.to(cumulative)[:, None] * cumulative[:, -1:]
+    below_one = 1 - torch.finfo(cumulative.dtype).eps / 2  # in float32, a draw may round to 1, which no token passes
+    thresholds = draws.to(cumulative).clamp(max=below_one)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, thresholds, right=True)[:, 0]

@@ -156,7 +156,7 @@ class CpuSlots(SeparateSlots):
 
     def __init__(self, model: Model, size: int, max_slots: int) -> None:
         super().__init__(model, size, max_slots)
-        shape, dtype = DecoderShape.of(model.config), next(model.parameters()).dtype
+        shape, dtype = model.decoder_shape, next(model.parameters()).dtype
         n_slots = max(2, max_slots)  # a single row would be computed with other bits
         self.decoder = RowDecoder(model)
         self.keys = SlotColumns(shape, n_slots, size, dtype)

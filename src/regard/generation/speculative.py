@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..foundation.checks import check_positive
 from ..models import Model
 from ..models.recurrent_cells import StateCache
 from .cached_engine import DecodingEngine
@@ -49,8 +50,7 @@ def check_draft(model: Model, draft: Model, config: GenerateConfig, n_tokens: in
         raise ValueError(f"draft needs greedy search with one text per prompt, got {option}")
     if config.cache != "growing":
         raise ValueError(f"draft needs cache='growing' to remove wrong guesses, but cache={config.cache!r}")
-    if n_tokens < 1:
-        raise ValueError(f"draft_tokens={n_tokens} must be at least 1")
+    check_positive(draft_tokens=n_tokens)
     ours, theirs = model.config, draft.config
     names = ["source", "vocab_size", "output_vocab_size", "eos_id"]
     for name in names + (["image_size", "n_channels"] if ours.source == "image" else []):
@@ -66,6 +66,8 @@ def check_draft(model: Model, draft: Model, config: GenerateConfig, n_tokens: in
     for side in (model, draft):
         if rope_depends_on_length(side.config):
             raise ValueError("draft does not work with rotary angles that depend on the length of the text")
+        if side.config.mixing.recurrent:
+            raise ValueError("draft does not work with a state-space model, whose state cannot take back a wrong guess")
         if side.is_recurrent and n_tokens >= StateCache.n_states:
             most = StateCache.n_states - 1
             raise ValueError(f"draft_tokens={n_tokens} is more than the {most} past states a recurrent model keeps")

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..attention.biases import RelativeBias
 from ..models import Model
-from ..models.base_model import DecoderShape
 
 
 class DecodeState(NamedTuple):
@@ -52,7 +51,7 @@ class StepKeys:
     """
 
     def __init__(self, model: Model, rows: int, max_len: int, copies: int = 1, source_len: int = 0) -> None:
-        shape, self.max_len, self.copies = DecoderShape.of(model.config), max_len, copies
+        shape, self.max_len, self.copies = model.decoder_shape, max_len, copies
         like = next(model.parameters())
 
         def pairs(n_rows: int, length: int) -> list[tuple[Tensor, Tensor]]:

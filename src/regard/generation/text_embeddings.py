@@ -128,7 +128,7 @@ def _write_npy(file: Any, shape: tuple[int, int], parts: Iterable[tuple[list[str
 def _write_jsonl(file: Any, shape: tuple[int, int], parts: Iterable[tuple[list[str], NDArray[np.float32]]]) -> None:
     for texts, vectors in parts:
         for text, vector in zip(texts, vectors.tolist(), strict=True):
-            file.write(embedding_line(text, vector).encode() + b"\n")
+            file.write(embedding_line(text, vector).encode("utf-8", "backslashreplace") + b"\n")
 
 
 def embedding_line(text: str, vector: list[float]) -> str:

@@ -125,9 +125,6 @@ def generate(
     if not is_text(inputs):
         return generate_tokens(model, inputs, config, padding_mask=padding_mask, strings=strings, **options)
     rows = tokenizers.encode_inputs(inputs)
-    if target is not None and not isinstance(target, str):  # one per text: one batch keeps them aligned
-        generated = generate_tokens(model, rows, config, strings=strings, **options)
-        return GeneratedTexts(_decode_texts(generated, tokenizers, strings), generated.drafted)
     return _generate_batches(model, tokenizers, rows, config, strings, options)
 
 
@@ -173,7 +170,8 @@ def translate(
     if source_language is not None:
         language = tokenizers.language_id(source_language)
         rows = [tokenizers.with_language(row, language) for row in rows]
-    limits = [default_output_length(model.config, len(row)) for row in rows] if by_source else None
+    lengths = [default_output_length(model.config, len(row)) for row in rows]
+    limits = [max(length, config.min_new_tokens) for length in lengths] if by_source else None
     if glossary is None:
         return _generate_batches(model, tokenizers, rows, config, strings, options, limits)
     if config.samples or config.groups > 1 or options["draft"] is not None:
@@ -271,8 +269,8 @@ def is_text(inputs: Any) -> bool:
 
 def default_beam(fields: Mapping[str, Any]) -> int:
     """4 as in the paper, or 1 for sampling."""
-    sampling = ("sample", "temperature", "top_k", "top_p", "min_p")
-    return 1 if any(fields.get(name) is not None for name in sampling) else 4
+    values = [fields.get(name) for name in ("sample", "temperature", "top_k", "top_p", "min_p")]
+    return 4 if all(value is None or value is False for value in values) else 1
 
 
 def text_tokenizers(model: Model) -> ModelTokenizers:
@@ -324,9 +322,12 @@ def _generate_batches(
 ) -> GeneratedTexts:
     """The texts for rows of ids or for images, in their order; ``limits`` override max_new_tokens for each row.
 
-    Rows whose ``terms`` have equally many tokens share a search.
+    The target in ``options`` is one for all rows or one per row. Rows whose ``terms`` have equally many tokens share a
+    search.
     """
-    _check_rows(model, inputs, config)
+    target = options.pop("target", None)
+    targets = [] if target is None else token_rows(target, name="target")
+    _check_rows(model, inputs, config, targets or None)
     limits = [config.max_new_tokens] * len(inputs) if limits is None else limits
     n_patches = (model.config.image_size // model.config.patch_size) ** 2
     lengths = [n_patches if isinstance(row, Tensor) else len(row) for row in inputs]
@@ -337,8 +338,11 @@ def _generate_batches(
         limited = config.with_(max_new_tokens=limits[batch[0]])
         selected = inputs[batch] if isinstance(inputs, Tensor) else [inputs[index] for index in batch]
         batch_terms = [terms[index] for index in batch] if terms is not None and term_sizes[batch[0]] else None
-        generated = generate_tokens(model, selected, limited, strings=strings, terms=batch_terms, **options)
-        for index, hypotheses in zip(batch, _decode_texts(generated, tokenizers, strings), strict=True):
+        batch_targets = [targets[index] for index in batch] if len(targets) > 1 else targets or None
+        generated = generate_tokens(
+            model, selected, limited, strings=strings, terms=batch_terms, target=batch_targets, **options
+        )
+        for index, hypotheses in zip(batch, decode_texts(generated, tokenizers, strings), strict=True):
             texts[index] = hypotheses
         if generated.drafted is not None:
             drafted = generated.drafted if drafted is None else drafted + generated.drafted
@@ -356,7 +360,7 @@ def _batches(
             yield [rows[i] for i in batch]
 
 
-def _decode_texts(
+def decode_texts(
     generated: Generated, tokenizers: ModelTokenizers, strings: StopStrings | None
 ) -> list[list[GeneratedText]]:
     """Tokens as text, each decoded after its prompt."""
@@ -373,11 +377,11 @@ def _decode_texts(
     return texts
 
 
-def _check_rows(model: Model, inputs: Rows, config: GenerateConfig) -> None:
+def _check_rows(model: Model, inputs: Rows, config: GenerateConfig, targets: Rows | None = None) -> None:
     """Check all inputs before the first batch, so that an error has a text's number among all inputs."""
-    checked = read_inputs(model, inputs, config) if len(inputs) else None
-    if checked is not None and checked.sources is None:
-        check_prompts(checked.rows, model.config, config, "prompt")
+    if len(inputs):
+        checked = read_inputs(model, inputs, config, target=targets)
+        check_prompts(checked.rows, model.config, config, "prompt" if checked.sources is None else "target")
 
 
 def _open_draft(model: Model, draft: ModelOrPath | None) -> Model | None:

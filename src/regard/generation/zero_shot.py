@@ -43,7 +43,6 @@ def pad_texts(config: ModelConfig, rows: Sequence[Sequence[int]], multiple: int 
     return tokens, None if reads_padding else torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
 
 
-@torch.no_grad()
 def embed_texts(model: TwoTower, texts: Sequence[Any]) -> Tensor:
     """Unit vectors (B, D) of texts or rows of token ids."""
     with inference(model):
@@ -51,7 +50,6 @@ def embed_texts(model: TwoTower, texts: Sequence[Any]) -> Tensor:
         return torch.cat([model.embed_texts(*text_inputs(model, part)) for part in parts])
 
 
-@torch.no_grad()
 def embed_images(model: TwoTower, images: Any) -> Tensor:
     """Unit vectors (B, D) of images as for ``caption``: paths, Pillow images, or pixels (B, C, height, width)."""
     dtype = next(model.parameters()).dtype

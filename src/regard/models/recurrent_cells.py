@@ -344,7 +344,7 @@ class StateCache(Cache):
         self._past = self._state  # (n_states, B, W): a ring of the last states
         self._lengths = torch.zeros(1, dtype=torch.int64)  # (B,) tokens so far
         self._past_lengths = self._lengths  # (n_states, B): the length at each state of the ring, -1 where empty
-        self._slot = self._lengths  # (1,) where the ring is written next
+        self._slot = self._lengths.clone()  # (1,) where the ring is written next; not the lengths of a batch of one
         self._widths: list[int] = []  # widths of the tensors in _state
         self.reset()
 

@@ -249,5 +249,6 @@ def new_texts(request: TextRequest, eos_id: int | None) -> list[RunningText]:
     config = request.config
     if config.beam > 1:
         return [SearchedText(request, eos_id)]
-    draws = uniform_draws(config, 1, request.copies) if config.samples else [None] * request.copies
+    limit = request.reading.prompts.limit
+    draws = uniform_draws(config, limit, request.copies) if config.samples else [None] * request.copies
     return [SampledText(request, copy, text_draws, eos_id) for copy, text_draws in enumerate(draws)]
