@@ -376,6 +376,14 @@ def test_a_directory_never_has_anything_imported(strangers: Path, fields: dict[s
     assert "mine" in {row.cell.name for row in write_report(out).rows} or not stored.cells
 
 
+def test_a_model_class_that_only_a_directory_names_is_not_imported(strangers: Path) -> None:
+    out = strangers / "out"
+    written_down(out, base_words=(*TINY, "model.model_class=strange:Mine"))
+    with pytest.raises(BadModelFile, match=r"model_class='strange:Mine' is not registered.*REGARD_MODELS=strange:Mine"):
+        ablate(out, report_only=True)
+    assert not (strangers / "ran").exists()
+
+
 def test_what_was_typed_is_imported_and_the_directory_then_goes_on(strangers: Path) -> None:
     out = strangers / "out"
     typed = sweep_of(Cell("mine", ("model.mixer=strange:Mine",)), seeds=(0,))

@@ -52,6 +52,7 @@ _OPTION_SPELLINGS = {  # spelling in the library: on the command line
     "truncate=True": "--truncate",
     ", with sample=False": "",
     "or sample=True": "or --temperature T",
+    "logit_bias": "--bias",
 }
 
 
@@ -60,7 +61,7 @@ def advise(command_line: Sequence[str], failure: Exception) -> str:
     message = str(failure)
     words = [word for word in command_line[1:] if not word.startswith("-")]
     command = words[0] if words else ""
-    if match := re.search(r"there is no (?:run and no model )?directory '?([^';]+)'?", message):
+    if match := re.search(r"(?<!written: )there is no (?:run and no model )?directory '?([^';]+)'?", message):
         return _advise_directory(match[1], command)
     if match := re.match(r"(.+) has no run\.json, so it is not a training run", message):
         if (Path(match[1]) / "config.json").is_file():

@@ -106,7 +106,7 @@ def generate(
     terminal.check_out(out)
     check_workers(ctx)
     is_bulk = lines or stream or out is not None or (file is not None and form_of(file) != "lines")
-    text = None if is_bulk else terminal.read_prompt(prompt, file)
+    text = None if is_bulk else terminal.read_prompt(prompt, file, column, encoding)
     opened = terminal.open_model(model, device, engine, dtype)
     check_can_continue(opened)
     options |= {**without_none(prefix=prefix), "truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
@@ -198,7 +198,9 @@ def _token_options(
         try:
             biases[_id_or_word(token)] = float(value)
         except ValueError:
-            raise UsageError(f"--bias {word!r} is not TOKEN=NUMBER") from None
+            token = ""
+        if not token:
+            raise UsageError(f"--bias {word!r} is not TOKEN=NUMBER")
     return options | ({"logit_bias": biases} if biases else {})
 
 

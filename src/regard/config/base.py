@@ -26,6 +26,8 @@ class Config(BaseModel):
                 nearest = nearest_name(field, type(self).model_fields)
                 message = f"{type(self).__name__} has no field {field!r}"
                 message += f"; did you mean {nearest!r}?" if nearest else ""
+            elif problem["type"] == "missing":
+                message = f"the field {field!r} is missing"
             elif field:
                 message = f"{field}={problem['input']!r}: {message[:1].lower()}{message[1:]}"
             raise ValueError(message) from None
