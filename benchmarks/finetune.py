@@ -29,9 +29,7 @@ TUNING = [
 # the model has not seen: that takes a larger one.
 TUNING_OF = {
     "sst": ["data.max_len=80", "train.batch_tokens=2048", "train.steps=420", "train.warmup=50"],
-    "nsmc": [
-        *("data.max_len=128", "train.batch_tokens=16384", "train.steps=1200", "train.warmup=30", "train.lr=2e-4"),
-    ],
+    "nsmc": [*("data.max_len=128", "train.batch_tokens=16384", "train.steps=1200", "train.warmup=30", "train.lr=2e-4")],
 }
 
 

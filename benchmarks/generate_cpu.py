@@ -28,12 +28,7 @@ import regard
 from regard.experiments.benchmarking import format_table
 
 N_NEW, N_SOURCE, VOCAB = 64, 32, 32000
-CASES = {
-    "batch 1, greedy": (1, 1),
-    "batch 1, beam 4": (1, 4),
-    "batch 32, greedy": (32, 1),
-    "batch 32, beam 4": (32, 4),
-}
+CASES = {"batch 1, greedy": (1, 1), "batch 1, beam 4": (1, 4), "batch 32, greedy": (32, 1), "batch 32, beam 4": (32, 4)}
 ASKED = ("batch 1, greedy", "batch 32, beam 4")  # the cases that decide
 Write = Callable[[list[list[int]], int], list[list[int]]]
 """From sources and a number of beams to texts."""
@@ -102,8 +97,7 @@ def ctranslate2(folder: Path, compute_type: str) -> Write:
 
     def write(rows: list[list[int]], beam: int) -> list[list[int]]:
         made = runtime.translate_batch(
-            [[f"<{token}>" for token in row] for row in rows],
-            **{"beam_size": beam, "max_decoding_length": N_NEW},
+            [[f"<{token}>" for token in row] for row in rows], **{"beam_size": beam, "max_decoding_length": N_NEW}
         )
         return [[int(token[1:-1]) for token in one.hypotheses[0]] for one in made]
 
@@ -271,10 +265,7 @@ def main() -> int:
     else:
         names = options.only.split(",")
         speeds = [[f"{result[case]['tokens_per_second'][name]:,.0f}" for case in cases] for name in names]
-        table = [
-            ["tokens/s", *cases, ""],
-            *([name, *speed, ""] for name, speed in zip(names, speeds, strict=True)),
-        ]
+        table = [["tokens/s", *cases, ""], *([name, *speed, ""] for name, speed in zip(names, speeds, strict=True))]
         print(format_table(table), end="\n\n")
     passed = True
     for case in cases:

@@ -13,37 +13,17 @@ from regard.errors import Diverged
 from regard.foundation.checks import did_you_mean, nearest_name
 
 _MODEL_COMMANDS = (
-    *(
-        "generate",
-        "translate",
-        "backtranslate",
-        "classify",
-        "caption",
-        "embed",
-        "answer",
-        "look",
-        "export",
-        "serve",
-        "info",
-        "eval",
-    ),
-    "cost",
+    *("generate", "translate", "backtranslate", "classify", "caption", "embed", "answer", "look", "export", "serve"),
+    *("info", "eval", "cost"),
 )
-# The command for a task, if their names differ.
-_COMMAND_OF_TASK = {
-    "lm": "generate",
-    "sft": "generate",
-    "dpo": "generate",
-    "classify-images": "classify",
-    "tag": "classify",
-    "contrast": "classify",
-    "mlm": "look",
-    "features": "look",
+_COMMAND_OF_TASK = {  # if their names differ
+    **dict.fromkeys(("lm", "sft", "dpo"), "generate"),
+    **dict.fromkeys(("classify-images", "tag", "contrast"), "classify"),
+    **dict.fromkeys(("mlm", "features"), "look"),
 }
 _UNABLE = (
     *("does not continue", "does not translate", "does not caption", "but classification needs", "writes no text"),
-    "does not embed",
-    "not text: regard.",
+    *("does not embed", "not text: regard."),
 )
 _MAX_ENTRIES = 500
 _OPTION_SPELLINGS = {  # spelling in the library: on the command line

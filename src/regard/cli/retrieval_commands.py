@@ -24,7 +24,6 @@ from .options import (
     flag,
     option,
 )
-from .terminal import without_none
 
 
 def embed(
@@ -117,11 +116,7 @@ def answer(
     The encoder reads each passage with the question separately; the decoder attends to all of them (Fusion-in-Decoder).
     A word's source is the passage that the decoder attended to most.
     """
-    from regard.generation import GenerateConfig
-
-    options = without_none(beam=beam, max_new_tokens=max_new_tokens)
-    with terminal.usage_errors(*options):
-        GenerateConfig(**options)
+    options = terminal.check_generation(beam=beam, max_new_tokens=max_new_tokens)
     if (index is None) == (not passage):
         raise UsageError("give either --index DIR, in which passages are looked up, or --passage TEXT")
     records = terminal.read_records(questions, file, column, encoding, stream=False)

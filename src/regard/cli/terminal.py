@@ -80,6 +80,16 @@ def usage_errors(*names: str) -> Iterator[None]:
         raise UsageError(message) from None
 
 
+def check_generation(**options: Any) -> dict[str, Any]:
+    """The options of a search that are not None; UsageError before a model is opened if their values are invalid."""
+    from regard.generation import GenerateConfig
+
+    options = without_none(**options)
+    with usage_errors(*options):
+        GenerateConfig(**options)
+    return options
+
+
 def device_name(name: str) -> str:
     """The name of a device after resolving ``auto`` to the best one available."""
     if name == "cpu":
@@ -211,10 +221,12 @@ def _refuse_file(file: Path | None) -> None:
         raise UsageError(f"--file {file} and text are both given: one of them is enough")
 
 
-def check_out(out: Path | None) -> None:
-    """Raise an error for a file that cannot be written, before any work is done."""
+def check_out(out: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Raise an error for a file that cannot be written or has another suffix, before any work is done."""
     if out is None:
         return
+    if suffixes and out.suffix.lower() not in suffixes:
+        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(suffixes)}")
     if out.suffix == ".gz":
         raise UsageError(f"--out {out}: output is not compressed; leave out .gz")
     if out.is_dir():

@@ -12,20 +12,9 @@ from .data_config import DataConfig
 from .model_config import ModelConfig
 
 Task = Literal[
-    "translate",
-    "lm",
-    "mlm",
-    "electra",
-    "sft",
-    "dpo",
-    "classify",
-    "classify-images",
-    "tag",
-    "caption",
-    "contrast",
-    "embed",
-    "answer",
-]
+    "translate", "lm", "mlm", "electra", "sft", "dpo", "classify", "classify-images", "tag", "caption", "contrast",
+    "embed", "answer",
+]  # fmt: skip
 
 Metric = Literal[
     "auto", "loss", "accuracy", "macro_f1", "micro_f1", "entity_f1", "exact", "pearson", "spearman", "mse", "bleu",
