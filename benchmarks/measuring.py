@@ -176,7 +176,7 @@ def print_verdict(passed: bool, sentence: str, file: Any = None) -> bool:
 def print_bar(what: str, value: float, bar: float, unit: str, *, at_least: bool = False) -> bool:
     """Print a value next to its bar, an upper or a lower one, and return whether it passed."""
     passed = value >= bar if at_least else value <= bar
-    print(f"{what:60}{value:>9.2f} {unit:4}{bar:>8.2f} {unit:4} {'PASS' if passed else 'FAIL'}", flush=True)
+    print(f"{what:60}{value:>9.4g} {unit:4}{bar:>8.4g} {unit:4} {'PASS' if passed else 'FAIL'}", flush=True)
     return passed
 
 
