@@ -159,12 +159,12 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 def _connector(url: str, timeout: float) -> Callable[[], HTTPConnection]:
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
     except ValueError:  # such as a port above 65535
-        host = None
-    if host is None or parts.scheme not in ("http", "https"):
+        scheme, host, port = "", None, None
+    if host is None or scheme not in ("http", "https"):
         raise RegardError(f"{url} is not the address of a server, such as http://127.0.0.1:8017")
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    kind = HTTPSConnection if scheme == "https" else HTTPConnection
     return lambda: kind(host, port, timeout=timeout)
 
 
