@@ -100,7 +100,7 @@ def generate(
     from regard.data.record_files import form_of
     from regard.generation.text_generation import check_can_continue
 
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     check_workers(ctx)
     is_bulk = lines or stream or out is not None or (file is not None and form_of(file) != "lines")
     text = None if is_bulk else terminal.read_prompt(prompt, file, column, encoding)
@@ -266,7 +266,7 @@ def translate(
     options = terminal.check_generation(
         beam=beam, length_penalty=length_penalty, n_best=n_best, max_new_tokens=max_new_tokens, truncate=truncate
     )
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     check_workers(ctx)
     options |= without_none(prefix=prefix, source_language=source_language, target_language=target_language)
     settings = {"engine": engine, "dtype": dtype, **options}
@@ -364,7 +364,7 @@ def classify(
         if len(inputs or ()) != 1:
             raise UsageError("--second needs exactly one text; for pairs in a table, use --file F --column A,B")
         inputs = [f"{text}\t{second}" for text in inputs or ()]
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     check_workers(ctx)
     from regard.generation.label_answers import label_answerer
     from regard.generation.text_generation import check_can_classify
@@ -417,7 +417,7 @@ def caption(
 
     if not images and file is None and not stream:
         raise UsageError("there is nothing to caption: give image files, a folder, or --file TABLE")
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     check_workers(ctx)
     opened = terminal.open_model(model, device, engine, dtype)
     check_can_caption(opened)

@@ -48,7 +48,7 @@ def embed(
     from regard.generation.text_embeddings import check_can_embed, embed_file, embedding_line
     from regard.generation.text_embeddings import embed as run
 
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     records = terminal.read_records(texts, file, column, encoding, stream=False)
     assert records is not None
     opened = terminal.open_model(model, device, dtype=dtype)

@@ -221,12 +221,17 @@ def _refuse_file(file: Path | None) -> None:
         raise UsageError(f"--file {file} and text are both given: one of them is enough")
 
 
-def check_out(out: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raise an error for a file that cannot be written or has another suffix, before any work is done."""
+def check_out(out: Path | None, suffixes: Sequence[str] = (), *, source: Path | None = None) -> None:
+    """Raise an error for a file that cannot be written, has another suffix, or is ``source``, before any work is done.
+
+    Answers that replace the file they are made from would lose its texts.
+    """
     if out is None:
         return
     if suffixes and out.suffix.lower() not in suffixes:
         raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(suffixes)}")
+    if source is not None and out.exists() and source.exists() and out.samefile(source):
+        raise UsageError(f"--out {out} is the file to read, which would be lost; choose another")
     if out.suffix == ".gz":
         raise UsageError(f"--out {out}: output is not compressed; leave out .gz")
     if out.is_dir():

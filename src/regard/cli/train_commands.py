@@ -228,7 +228,7 @@ def backtranslate(
     """
     sampling = {"sample": sample or None, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     decoding = terminal.check_generation(beam=beam, **sampling)
-    terminal.check_out(out)
+    terminal.check_out(out, source=texts)
     terminal.read_records(None, texts, column, encoding, stream=False)  # refuses an unknown column
     from regard.training.back_translation import back_translate as run
 
