@@ -398,6 +398,7 @@ def refused(capsys: Said, code: int, said: str, *words: Any) -> None:
         (["generate", "speaker", "the", "--bias", "q=nan"], 1, "--bias of token"),
         (["generate", "speaker", "the", "--bias", "=5"], 2, "--bias '=5' is not TOKEN=NUMBER"),
         (["generate", "speaker", "the", "--column", "text"], 2, "--column text needs a table"),
+        (["generate", "speaker", "the", "--on", "moon"], 2, "regard: --on moon is not one of local, ray"),
         (["generate", "speaker", "--file", "x.txt", "--encoding", "hex"], 2, "--encoding 'hex': 'hex' is an unknown"),
         (["translate", "translator", "--file", "x.txt", "--encoding", "hex"], 2, "'hex' is an unknown encoding"),
         (["generate", "speaker", "the", "--file", "x.txt"], 2, "--file x.txt and text are both given"),

@@ -77,7 +77,7 @@ def in_command_line_terms(message: str) -> str:
     """A message with the library's options spelt as on the command line."""
     for library, option in _OPTION_SPELLINGS.items():
         message = message.replace(library, option)
-    return message
+    return re.sub(r"^on=", "--on ", message)
 
 
 def _advise_directory(path: str, command: str) -> str:
