@@ -1,42 +1,41 @@
-"""What it costs to look: questions to the AttentionMap of a long causal attention with a T5 bias, time and memory.
+"""Time and memory of queries to the AttentionMap of a long causal attention with a T5 bias.
 
     python benchmarks/attention_map.py --length 16384 --heads 8 --width 64
     python benchmarks/attention_map.py --device cuda --heads 12 --bias none --repeats 7
 
-"cold" is a fresh map that knows none of its normalisers. Memory is the growth of the peak resident set since before the
-first question, so it only ever rises down the table; on a GPU what a question holds above the map.
+"cold" is a new map, which has not computed any normaliser. Memory is the growth of the peak resident memory since
+before the first query, so it never falls down the table; on a GPU it is what a query holds in addition to the map.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from measuring import median_seconds
 
 from regard.attention import masks
 from regard.attention.attention_map import AttentionMap
 from regard.attention.biases import T5Bias
 
-Question = Callable[[AttentionMap], object]
+Query = Callable[[AttentionMap], object]
 
 
 @dataclass(frozen=True)
 class Row:
     what: str
     heads: int
-    ask: Question
+    query: Query
     bar: float | None = None  # seconds
     warm: bool = False
     gpu_bar: float | None = None
 
 
-def questions(length: int, heads: int, every: bool) -> list[Row]:
+def queries(length: int, heads: int, every: bool) -> list[Row]:
     side = min(256, length)
     last = slice(length - side, length)
     middle = slice((length - side) // 2, (length - side) // 2 + side)
@@ -79,23 +78,6 @@ def peak_mib(on_gpu: bool) -> float:
     return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 
 
-def timed(ask: Question, make: Callable[[], AttentionMap], repeats: int) -> float:
-    taken = []
-    for _ in range(repeats):
-        fresh = make()
-        wait(fresh.device)
-        start = time.perf_counter()
-        ask(fresh)
-        wait(fresh.device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=16_384)
@@ -113,30 +95,31 @@ def main() -> int:
     q, k = torch.randn(shape, **like), torch.randn(shape, **like)
     bias = T5Bias(options.heads).to(options.device) if options.bias == "t5" else None
 
-    def fresh() -> AttentionMap:
+    def new_map() -> AttentionMap:
         return AttentionMap(q, k, masks.causal(), bias)
 
-    asked = fresh()
-    asked.tile(slice(-256, None), 0)  # its last rows are known from here on
+    warm = new_map()
+    warm.tile(slice(-256, None), 0)  # computes the normalisers of its last rows
     matrix = options.heads * options.length**2 * 4 / (1 << 20)
     sizes = f"{options.heads} heads, length {options.length}, width {options.width}"
     print(f"{sizes}, {options.dtype}, causal, bias {options.bias}")
     where = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
     print(f"{where}, torch {torch.__version__}; the matrix would take {matrix:,.0f} MiB\n")
-    print(f"{'question':36}{'heads':>6}{'median ms':>12}{'bar ms':>9}{'':>6}{'peak growth MiB':>18}")
-    before, missed = peak_mib(on_gpu), 0
-    for row in questions(options.length, options.heads, on_gpu):
+    print(f"{'query':36}{'heads':>6}{'median ms':>12}{'bar ms':>9}{'':>6}{'peak growth MiB':>18}")
+    before, n_failed = peak_mib(on_gpu), 0
+    for row in queries(options.length, options.heads, on_gpu):
         if on_gpu:
-            row.ask(fresh())  # compiles
+            row.query(new_map())  # compiles
             torch.cuda.reset_peak_memory_stats()
-        seconds = timed(row.ask, (lambda: asked) if row.warm else fresh, options.repeats)
+        maps = iter([warm if row.warm else new_map() for _ in range(options.repeats)])
+        seconds = median_seconds(lambda row=row, maps=maps: row.query(next(maps)), options.repeats)
         limit = row.gpu_bar or row.bar if on_gpu else row.bar
         bar = "" if limit is None else f"{limit * 1e3:.0f}"
         verdict = "" if limit is None else "PASS" if seconds <= limit else "FAIL"
-        missed += verdict == "FAIL"
+        n_failed += verdict == "FAIL"
         growth = peak_mib(on_gpu) - before
         print(f"{row.what:36}{row.heads:>6}{seconds * 1e3:>12.1f}{bar:>9}{verdict:>6}{growth:>18.0f}", flush=True)
-    return 1 if missed else 0
+    return 1 if n_failed else 0
 
 
 if __name__ == "__main__":

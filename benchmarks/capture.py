@@ -1,11 +1,11 @@
-"""What interpretability costs: a full capture beside transformer-lens, attribution of a long text, a patching sweep.
+"""The cost of interpretability: a full capture compared with transformer-lens, attribution, a patching sweep.
 
     OMP_NUM_THREADS=2 python benchmarks/capture.py
     python benchmarks/capture.py capture --length 512 --layers 4        # one of the three, and smaller
 
-All models have GPT-2's sizes and random weights. Memory is the growth of the peak resident set of a process of its own
-over what it was after a short text. The sweep patches the residual stream of every layer and token, in batches that run
-only what a patch can change, and once more one patch at a time through the whole model.
+All models have GPT-2's sizes and random weights. Memory is the growth of the peak resident memory of a separate process
+since it has read a short text. The sweep patches the residual stream of every layer and token, in batches that compute
+only what a patch can change, and again with one patch at a time through the whole model.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import print_bar, reset_peak_resident, resident_bytes
 
 import regard
 from regard.lens.interventions import patch
@@ -29,20 +30,8 @@ from regard.lens.patching import logit_difference, patching_sweep
 GIB = 2**30
 
 
-def resident(field: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes (Linux)."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
-
-
-def restart_peak() -> int:
-    """The resident set now, from which the peak starts anew."""
-    with open("/proc/self/clear_refs", "w") as peak:
-        peak.write("5")
-    return resident("VmRSS")
-
-
-def tokens(length: int, vocab_size: int = 50257) -> list[list[int]]:
+def random_tokens(length: int, vocab_size: int = 50257) -> list[list[int]]:
+    """One text of distinct tokens."""
     return [random.Random(0).sample(range(vocab_size), length)]
 
 
@@ -55,46 +44,46 @@ def save_model(folder: Path, length: int, layers: int) -> None:
 
 
 def measure_capture(contender: str, folder: str, length: int) -> dict[str, float]:
-    """Seconds of a full capture, and bytes: the peak while it is made, and what is held after it."""
+    """Seconds of a full capture, and bytes: at its peak, and held after it."""
     if contender == "regard":
         model = regard.load(folder)
-        run: Any = lambda ids: regard.capture(model, ids)  # noqa: E731  # one line of two ways
+        run: Any = lambda ids: regard.capture(model, ids)  # noqa: E731  # one of two ways to run it
     else:
         from transformer_lens.model_bridge import TransformerBridge
 
         bridge = TransformerBridge.boot_transformers(folder, device="cpu")
-        run = lambda ids: bridge.run_with_cache(torch.tensor(ids))  # noqa: E731  # one line of two ways
+        run = lambda ids: bridge.run_with_cache(torch.tensor(ids))  # noqa: E731  # one of two ways to run it
     with torch.no_grad():
-        run(tokens(16))
-        before, start = restart_peak(), time.perf_counter()
-        held = run(tokens(length))
+        run(random_tokens(16))
+        before, start = reset_peak_resident(), time.perf_counter()
+        held = run(random_tokens(length))
         seconds = time.perf_counter() - start
-    figures = {"seconds": seconds, "peak": resident("VmHWM") - before, "held": resident("VmRSS") - before}
+    figures = {"seconds": seconds, "peak": resident_bytes("VmHWM") - before, "held": resident_bytes("VmRSS") - before}
     return figures if held is not None else {}
 
 
 def measure_attribution(length: int, layers: int, whole: int) -> dict[str, float]:
-    """Seconds and peak bytes of one logit's parts: a capture of its position and the walk; with ``whole`` a capture of
-    every activation, the walk, and what each head of the last layer moved from each token."""
+    """Seconds and peak bytes of the attribution of one logit, from a capture of its position; with ``whole``, from a
+    capture of all activations, and what each head of the last layer moved from each token."""
     torch.manual_seed(0)
     model = regard.build("gpt2", max_len=length, n_layers=layers).eval()
     kept: dict[str, Any] = {} if whole else {"positions": [-1]}
-    regard.capture(model, tokens(16), **kept).logit_attribution(7)
-    before, start = restart_peak(), time.perf_counter()
-    found = regard.capture(model, tokens(length), **kept).logit_attribution(7)
+    regard.capture(model, random_tokens(16), **kept).logit_attribution(7)
+    before, start = reset_peak_resident(), time.perf_counter()
+    found = regard.capture(model, random_tokens(length), **kept).logit_attribution(7)
     error = abs(found.total - found.logit)
     if whole:
         error += abs(float(found.tokens(layer=layers - 1).sum() - found.parts["self"][-1].sum()))
-    return {"seconds": time.perf_counter() - start, "peak": resident("VmHWM") - before, "error": error}
+    return {"seconds": time.perf_counter() - start, "peak": resident_bytes("VmHWM") - before, "error": error}
 
 
 def measure_sweep(length: int, layers: int, sample: int) -> dict[str, float]:
-    """Seconds of a sweep in batches, and of as many patches one by one: the mean of ``sample`` of them, half of them
-    before the sweep and half after it, since other programs may take part of the machine. Processor seconds of both,
-    and the largest difference of an effect."""
+    """Seconds and processor seconds of a sweep in batches, and of the same patches one by one, and the largest
+    difference of an effect. The latter are extrapolated from ``sample`` patches, half of them before the sweep and half
+    after it, since the load of the machine may change."""
     torch.manual_seed(0)
     model = regard.build("gpt2", max_len=length, n_layers=layers).eval()
-    clean, corrupted = tokens(length), [tokens(length)[0][:1] + tokens(length + 1)[0][2:]]
+    clean, corrupted = random_tokens(length), [random_tokens(length)[0][:1] + random_tokens(length + 1)[0][2:]]
     metric = logit_difference(model, 7, 9)
     record = regard.capture(model, clean, sites="*.input")
     with torch.no_grad():
@@ -133,47 +122,44 @@ class Stopwatch:
         self.processor_seconds += time.process_time() - self._start[1]
 
 
-def in_own_process(*arguments: object) -> dict[str, float]:
+def run_in_process(*arguments: object) -> dict[str, float]:
+    """Call the measurement of that name in a process of its own."""
     command = [sys.executable, __file__, "--measure", *map(str, arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def verdict(what: str, value: float, bar: float, unit: str, at_least: bool = False) -> bool:
-    good = value >= bar if at_least else value <= bar
-    print(f"{what:60}{value:>9.2f} {unit:4}{bar:>7.2f} {unit:4} {'PASS' if good else 'FAIL'}", flush=True)
-    return good
-
-
 def compare_captures(length: int, layers: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), length, layers)
-        both = {name: in_own_process("capture", name, folder, length) for name in ("regard", "transformer-lens")}
+        both = {name: run_in_process("capture", name, folder, length) for name in ("regard", "transformer-lens")}
     for name, x in both.items():
         sizes = f"peak {x['peak'] / GIB:.2f} GiB, held {x['held'] / GIB:.2f} GiB"
         print(f"{name:18} {length:,} tokens, {layers} layers: {x['seconds']:.1f} s, {sizes}", flush=True)
     ours, theirs = both["regard"], both["transformer-lens"]
-    good = verdict("full capture: peak, of transformer-lens's", ours["peak"] / theirs["peak"], 1 / 3, "×")
-    return good & verdict("full capture: time, of transformer-lens's", ours["seconds"] / theirs["seconds"], 1.0, "×")
+    good = print_bar("full capture: peak, relative to transformer-lens", ours["peak"] / theirs["peak"], 1 / 3, "×")
+    return good & print_bar(
+        "full capture: time, relative to transformer-lens", ours["seconds"] / theirs["seconds"], 1.0, "×"
+    )
 
 
-def judge_attribution(length: int, layers: int) -> bool:
-    one, whole = (in_own_process("attribution", length, layers, whole) for whole in (0, 1))
+def check_attribution(length: int, layers: int) -> bool:
+    one, whole = (run_in_process("attribution", length, layers, whole) for whole in (0, 1))
     print(f"one logit after {length:,} tokens: {one['seconds']:.1f} s; with all activations {whole['seconds']:.1f} s")
-    good = verdict("its parts: peak growth", one["peak"] / GIB, 2.0, "GiB")
-    good &= verdict("with every activation, by token too: peak growth", whole["peak"] / GIB, 2.0, "GiB")
-    return good & verdict("parts against the logit: error", max(one["error"], whole["error"]), 1e-3, "")
+    good = print_bar("its parts: peak growth", one["peak"] / GIB, 2.0, "GiB")
+    good &= print_bar("with every activation, by token too: peak growth", whole["peak"] / GIB, 2.0, "GiB")
+    return good & print_bar("parts against the logit: error", max(one["error"], whole["error"]), 1e-3, "")
 
 
-def judge_sweep(length: int, layers: int, sample: int) -> bool:
-    x = in_own_process("sweep", length, layers, sample)
+def check_sweep(length: int, layers: int, sample: int) -> bool:
+    x = run_in_process("sweep", length, layers, sample)
     print(
         f"{layers} layers × {length} tokens: {x['batched']:.1f} s, one by one {x['one_by_one']:.1f} s (from {sample})"
     )
-    good = verdict("sweep: one by one over batched", x["one_by_one"] / x["batched"], 5.0, "×", at_least=True)
+    good = print_bar("sweep: one by one over batched", x["one_by_one"] / x["batched"], 5.0, "×", at_least=True)
     ratio = x["one_by_one_processor"] / x["batched_processor"]
-    good &= verdict("the same in processor seconds", ratio, 5.0, "×", at_least=True)
-    return good & verdict("largest difference of an effect", x["gap"], 1e-3, "")
+    good &= print_bar("the same in processor seconds", ratio, 5.0, "×", at_least=True)
+    return good & print_bar("largest difference of an effect", x["gap"], 1e-3, "")
 
 
 def main() -> int:
@@ -196,9 +182,9 @@ def main() -> int:
     if "capture" in options.what:
         good &= compare_captures(options.length or 2048, layers)
     if "attribution" in options.what:
-        good &= judge_attribution(options.length or 4096, layers)
+        good &= check_attribution(options.length or 4096, layers)
     if "sweep" in options.what:
-        good &= judge_sweep(options.length or 64, layers, options.sample)
+        good &= check_sweep(options.length or 64, layers, options.sample)
     return 0 if good else 1
 
 

@@ -1,12 +1,12 @@
 """Two towers on photographs with captions, and captions by a frozen language model.
 
     python benchmarks/contrast.py pairs flickr8k --fashion fashion-mnist     # recall@1/5/10 both ways; classes by names
-    python benchmarks/contrast.py pairs flickr8k --start runs/clip           # beside them one that goes on from there
-    python benchmarks/contrast.py captions flickr8k                          # CIDEr from scratch, and with a writer
+    python benchmarks/contrast.py pairs flickr8k --start runs/clip           # also a model that starts from this one
+    python benchmarks/contrast.py captions flickr8k                          # CIDEr, also with a frozen language model
 
 A folder holds train.tsv and valid.tsv, ``image TAB caption``, and images/; no photograph is in both. Fashion-MNIST is
-read as LeCun's IDX files: its pictures are asked for by the names of its ten classes, which were never trained on.
-``--width``, ``--layers``, ``--image-size`` and ``--batch`` make it a run for a processor.
+read from LeCun's IDX files and classified zero-shot, by the names of its ten classes. ``--width``, ``--layers``,
+``--image-size`` and ``--batch`` make it small enough for a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT |= {"pooling": "end", "dropout": 0.2, "init_std": 0.02}
 
 
 class Sizes(NamedTuple):
-    """Of the image tower; that of the text has two thirds of the width and of the layers."""
+    """Sizes of the image tower; the text tower has two thirds of its width and layers."""
 
     width: int
     layers: int
@@ -51,7 +51,7 @@ def _tower(width: int, n_layers: int) -> dict[str, int]:
 
 
 def train(task: str, folder: Path, out: Path, model: dict[str, Any], **fields: Any) -> regard.Model:
-    """A run on the folder's captions, unless it is there; its model."""
+    """The model of a run on the folder's captions, trained unless the run exists."""
     data = {"source": str(folder / "train.tsv"), "valid": str(folder / "valid.tsv"), "flip": True, "shift": 4}
     data |= {"tokenizer": "auto"} if "init" in fields else {"tokenizer": "bpe", "vocab_size": 4000, "max_len": 40}
     if not (out / "model").is_dir():
@@ -59,15 +59,15 @@ def train(task: str, folder: Path, out: Path, model: dict[str, Any], **fields: A
     return regard.load(out)
 
 
-def measure(out: Path, names: tuple[str, ...]) -> list[str]:
+def metrics_of(out: Path, names: tuple[str, ...]) -> list[str]:
     (split,) = regard.evaluate(out).splits
     return [f"{split.metrics[name]:.4f}" for name in names]
 
 
-def pairs(
+def compare_losses(
     folder: Path, fashion: Path | None, out: Path, sizes: Sizes, losses: Sequence[str], start: Path | None
 ) -> None:
-    """Recall with each loss, and the share of ten classes that names alone find."""
+    """Recall with each loss, and the zero-shot accuracy on Fashion-MNIST."""
     names = tuple(f"{side}_recall_{k}" for side in ("text", "image") for k in (1, 5, 10))
     rows = [["loss", *names, "Fashion-MNIST"]]
     fields = {"steps": sizes.steps, "batch_size": sizes.batch, "batch_tokens": 1 << 20}
@@ -78,13 +78,15 @@ def pairs(
         else:
             towers = {**sizes.image(), "text_model": sizes.text(), "d_shared": sizes.width * 2 // 3, "max_len": 40}
             model = train("contrast", folder, here, {**towers, "contrast": contrast}, **fields, lr=5e-4)
-        rows.append([contrast, *measure(here, names), "–" if fashion is None else f"{zero_shot(model, fashion):.4f}"])
+        rows.append(
+            [contrast, *metrics_of(here, names), "–" if fashion is None else f"{zero_shot(model, fashion):.4f}"]
+        )
         print(format_table(rows), flush=True)
 
 
 @torch.no_grad()
 def zero_shot(model: regard.Model, fashion: Path, n: int = 10_000) -> float:
-    """The share of right classes among the first pictures."""
+    """Zero-shot accuracy on the first images."""
     images = read_idx(fashion / "train-images-idx3-ubyte.gz")[:n]
     labels = torch.from_numpy(read_idx(fashion / "train-labels-idx1-ubyte.gz")[:n].copy()).long()
     side = model.config.image_size
@@ -95,13 +97,13 @@ def zero_shot(model: regard.Model, fashion: Path, n: int = 10_000) -> float:
     return float((logits.argmax(1) == labels).float().mean())
 
 
-def captions(folder: Path, out: Path, sizes: Sizes) -> None:
-    """CIDEr of a captioner from scratch and of one around a language model of the captions alone, frozen."""
+def compare_captioners(folder: Path, out: Path, sizes: Sizes) -> None:
+    """CIDEr of a captioner from scratch, and of one around a frozen language model of the captions."""
     names, rows = ("bleu_4", "cider", "loss"), [["captioner", "BLEU-4", "CIDEr", "loss"]]
     steps = sizes.steps
     fields = {"steps": steps, "beam": 3, "batch_size": sizes.batch, "batch_tokens": 1 << 20}
     train("caption", folder, out / "scratch", {**sizes.image(), "max_len": 64}, **fields)
-    rows.append(["from scratch", *measure(out / "scratch", names)])
+    rows.append(["from scratch", *metrics_of(out / "scratch", names)])
     texts = out / "captions.txt"
     lines = (folder / "train.tsv").read_text(encoding="utf-8").splitlines()
     texts.write_text("\n".join(line.partition("\t")[2] for line in lines) + "\n", encoding="utf-8")
@@ -110,7 +112,7 @@ def captions(folder: Path, out: Path, sizes: Sizes) -> None:
         regard.train(run_config("lm", data=data, train={"out": str(out / "writer"), "steps": steps, "samples": 0}))
     fields |= {"language_model": str(out / "writer")}
     train("caption", folder, out / "frozen", {**sizes.image(), "resampler_tokens": 16}, **fields)
-    rows.append(["around a frozen writer", *measure(out / "frozen", names)])
+    rows.append(["around a frozen writer", *metrics_of(out / "frozen", names)])
     print(format_table(rows))
 
 
@@ -124,13 +126,13 @@ def main() -> int:
     parser.add_argument("--start", type=Path, help="a run or a CLIP directory to go on from")
     for name, default in Sizes(384, 6, 64, 256, 2500)._asdict().items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    sizes = Sizes(*(getattr(asked, name) for name in Sizes._fields))
-    if asked.what == "pairs":
-        pairs(asked.folder, asked.fashion, asked.out, sizes, asked.losses, asked.start)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    sizes = Sizes(*(getattr(args, name) for name in Sizes._fields))
+    if args.what == "pairs":
+        compare_losses(args.folder, args.fashion, args.out, sizes, args.losses, args.start)
     else:
-        captions(asked.folder, asked.out, sizes)
+        compare_captioners(args.folder, args.out, sizes)
     return 0
 
 

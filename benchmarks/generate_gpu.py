@@ -3,12 +3,11 @@
     python benchmarks/generate_gpu.py --json FILE
     python benchmarks/generate_gpu.py --parts translation
 
-Bars, whole calls of ``generate`` with its default cache, medians. GPT-2 from a prompt of 128 to a context of 512: at
-least 4,500 tokens/s at batch 1 and 98,000 at batch 64. Transformer base, 64 tokens about sources of 64: 8 times
+Bars, for medians of whole calls of ``generate`` with its default cache: GPT-2 from a prompt of 128 to a context of 512,
+at least 4,500 tokens/s at batch 1 and 98,000 at batch 64. Transformer base, 64 tokens from sources of 64: 8 times
 transformers at batch 1 greedy, 4 times at batch 64 greedy, 3 times at batch 64 beam 4. Tokens equal eager's in fp32; in
-bf16, on a model trained here for a few seconds, teacher-forced logits are at most twice as far from fp32's as eager
-bf16's. Each part runs in a process of its own: a GPU that was told to read a wrong address answers nothing else
-afterwards.
+bf16, with a model trained here for a few seconds, teacher-forced logits are at most twice as far from fp32's as eager
+bf16's. Each part has its own process, because a CUDA process cannot continue after an illegal memory access.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import median_seconds, print_verdict, synchronised_time
 from torch import Tensor
 
 from regard import build
@@ -45,7 +45,7 @@ SMALL: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128
 
 
 class Report:
-    """What was found, by name; whatever fails says why and the rest goes on."""
+    """Results by name; a measurement that fails is recorded with its error, and the others continue."""
 
     def __init__(self, until: float, file: Path) -> None:
         self.found: dict[str, Any] = {}
@@ -62,14 +62,14 @@ class Report:
             traceback.print_exc(limit=4)
             self.found[name] = {"error": f"{type(error).__name__}: {error}"[:400]}
         print(f"[{time.perf_counter() - started:5.1f} s] {name}: {json.dumps(self.found[name])[:1200]}", flush=True)
-        self._file.write_text(json.dumps(self.found))  # what is here stays, whatever becomes of the process
+        self._file.write_text(json.dumps(self.found))  # after each measurement, in case the process dies
 
 
 # ---- models and texts
 
 
-def words(limit: int = 4_000_000) -> Tensor:
-    """The standard library's own text, the most frequent words numbered first: something a model can learn."""
+def library_tokens(limit: int = 4_000_000) -> Tensor:
+    """The text of the standard library as ids of words, the most frequent first."""
     folder, text = Path(sysconfig.get_paths()["stdlib"]), []
     for file in sorted(folder.glob("*.py")):
         text.append(file.read_text(encoding="utf-8", errors="ignore"))
@@ -86,7 +86,7 @@ def model_of(args: argparse.Namespace, dtype: torch.dtype) -> Decoder:
 
 
 def train(model: Decoder, args: argparse.Namespace, text: Tensor, seconds: float = 14.0) -> float:
-    """A few seconds of training, after which the logits are no longer all alike; returns the last loss."""
+    """Train for a few seconds, so that the logits differ from each other; returns the last loss."""
     length, batch = (32, 2) if args.quick else (256, 32)
     model.train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
@@ -107,32 +107,22 @@ def train(model: Decoder, args: argparse.Namespace, text: Tensor, seconds: float
     return float(loss.detach())
 
 
-def some(text: Tensor, rows: int, length: int, seed: int = 1) -> list[list[int]]:
+def sample_prompts(text: Tensor, rows: int, length: int, seed: int = 1) -> list[list[int]]:
     starts = torch.randint(len(text) - length, (rows,), generator=torch.Generator().manual_seed(seed))
     return [text[s : s + length].tolist() for s in starts.tolist()]
 
 
-def synchronised(args: argparse.Namespace) -> float:
-    if torch.device(args.device).type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def rate(args: argparse.Namespace, n_tokens: int, run: Callable[[], Any], turns: int = 3) -> dict[str, float]:
-    """Tokens a second of the median turn, and of the best one."""
-    times = []
-    for _ in range(turns):
-        before = synchronised(args)
-        run()
-        times.append(synchronised(args) - before)
+def rate(n_tokens: int, run: Callable[[], Any], turns: int = 3) -> dict[str, float]:
+    """Tokens per second of the median turn and of the best one."""
+    times = [median_seconds(run, 1) for _ in range(turns)]
     return {"tokens/s": round(n_tokens / statistics.median(times), 1), "best": round(n_tokens / min(times), 1)}
 
 
 # ---- ours
 
 
-def ours(args: argparse.Namespace, report: Report) -> None:
-    text, exact = words(), model_of(args, torch.float32)
+def measure_ours(args: argparse.Namespace, report: Report) -> None:
+    text, exact = library_tokens(), model_of(args, torch.float32)
     report.attempt("trained", lambda: {"loss": round(train(exact, args, text), 3)})
     exact.eval()
     for rows in (1, 8):
@@ -140,16 +130,18 @@ def ours(args: argparse.Namespace, report: Report) -> None:
     low = model_of(args, torch.bfloat16)
     low.load_state_dict(exact.state_dict())
     for rows in (1, 8, 64):
-        report.attempt(f"bf16 error, batch {rows}", lambda rows=rows: forced(exact, low, text, rows, args))
+        report.attempt(
+            f"bf16 error, batch {rows}", lambda rows=rows: teacher_forced_errors(exact, low, text, rows, args)
+        )
     for rows in BARS:
-        report.attempt(f"generate, batch {rows}", lambda rows=rows: whole_calls(low, text, rows, args))
+        report.attempt(f"generate, batch {rows}", lambda rows=rows: time_calls(low, text, rows, args))
     for rows in BARS:
         report.attempt(f"profile, batch {rows}", lambda rows=rows: profile(low, rows, args))
-    report.attempt("drawn, batch 64", lambda: whole_calls(low, text, 64, args, top_k=50, seed=0))
+    report.attempt("drawn, batch 64", lambda: time_calls(low, text, 64, args, top_k=50, seed=0))
 
 
 def without_capture(model: Model, inputs: Any, **fields: Any) -> list[list[int]]:
-    """Texts of the eager search: a hook on a module keeps its steps from being captured."""
+    """Tokens of the eager search: the steps of a model with a hook are not captured."""
     handle = next(model.children()).register_forward_hook(lambda *_: None)
     try:
         return generate(model, inputs, **fields).tokens
@@ -158,8 +150,8 @@ def without_capture(model: Model, inputs: Any, **fields: Any) -> list[list[int]]
 
 
 def same_tokens(model: Decoder, text: Tensor, rows: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Greedy texts of ragged prompts, captured and eager; where they part, how far the two best logits lie apart."""
-    prompts = [row[: 32 - 3 * (n % 4)] for n, row in enumerate(some(text, rows, 32))]
+    """Compare greedy texts of ragged prompts, captured and eager; where they differ, the gap of the two best logits."""
+    prompts = [row[: 32 - 3 * (n % 4)] for n, row in enumerate(sample_prompts(text, rows, 32))]
     n_new = 12 if args.quick else 192
     eager = without_capture(model, prompts, max_new_tokens=n_new)
     fast = generate(model, prompts, max_new_tokens=n_new).tokens
@@ -171,67 +163,69 @@ def same_tokens(model: Decoder, text: Tensor, rows: int, args: argparse.Namespac
                 two = model(torch.tensor([prompt + one[:at]], device=args.device))[0, -1].topk(2).values
             gaps.append(float(two[0] - two[1]))
     distinct = len({token for row in eager for token in row})
-    return {"equal": eager == fast, "tokens": rows * n_new, "distinct": distinct, "gaps where they part": gaps}
+    return {"equal": eager == fast, "tokens": rows * n_new, "distinct": distinct, "gaps where they differ": gaps}
 
 
 @torch.no_grad()
-def forced(exact: Decoder, low: Decoder, text: Tensor, rows: int, args: argparse.Namespace) -> dict[str, Any]:
-    """How far teacher-forced logits lie from fp32's, root mean square: eager bf16 in one pass, cached, captured."""
+def teacher_forced_errors(
+    exact: Decoder, low: Decoder, text: Tensor, rows: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Root mean square error of teacher-forced logits against fp32: eager bf16 in one pass, cached, captured."""
     length = 16 if args.quick else 128
-    tokens = torch.tensor(some(text, rows, length, seed=2), device=args.device)
-    told = torch.cat([exact(part).float() for part in tokens.split(8)])
-    passes = torch.cat([low(part).float() for part in tokens.split(8)])
-    writer = GraphDecoder(low, GraphShape(rows, 1, length))
-    step = writer.logit_step()
-    writer.begin(torch.zeros_like(writer.state.lengths), torch.full_like(writer.state.last, length))
-    made = torch.empty_like(told)
+    tokens = torch.tensor(sample_prompts(text, rows, length, seed=2), device=args.device)
+    expected = torch.cat([exact(part).float() for part in tokens.split(8)])
+    eager = torch.cat([low(part).float() for part in tokens.split(8)])
+    decoder = GraphDecoder(low, GraphShape(rows, 1, length))
+    step = decoder.logit_step()
+    decoder.begin(torch.zeros_like(decoder.state.lengths), torch.full_like(decoder.state.last, length))
+    captured = torch.empty_like(expected)
     for n, column in enumerate(tokens.unbind(1)):
-        writer.state.tokens.copy_(column)
+        decoder.state.tokens.copy_(column)
         out = step()
         assert out is not None
-        made[:, n] = out
+        captured[:, n] = out
     cache = low.new_cache()
     cached = torch.cat([low(tokens[:, n : n + 1], cache=cache).float() for n in range(length)], 1)
 
-    def off(x: Tensor) -> float:
-        return round(float((x - told).square().mean().sqrt()), 6)
+    def error(x: Tensor) -> float:
+        return round(float((x - expected).square().mean().sqrt()), 6)
 
     def loss(x: Tensor) -> float:
         return round(float(F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())), 5)
 
-    errors = {"eager": off(passes), "eager cached": off(cached), "captured": off(made)}
-    losses = {"loss fp32": loss(told), "loss eager": loss(passes), "loss captured": loss(made)}
-    return {"form": writer.step.form, **errors, **losses, "ratio": round(off(made) / off(passes), 3)}
+    errors = {"eager": error(eager), "eager cached": error(cached), "captured": error(captured)}
+    losses = {"loss fp32": loss(expected), "loss eager": loss(eager), "loss captured": loss(captured)}
+    return {"form": decoder.step.form, **errors, **losses, "ratio": round(error(captured) / error(eager), 3)}
 
 
-def whole_calls(low: Decoder, text: Tensor, rows: int, args: argparse.Namespace, **fields: Any) -> dict[str, Any]:
-    """``generate`` from prompt to texts, to a context of 512, by the clock on the wall."""
+def time_calls(low: Decoder, text: Tensor, rows: int, args: argparse.Namespace, **fields: Any) -> dict[str, Any]:
+    """Wall-clock time of ``generate`` from prompts to texts, to a context of 512."""
     found: dict[str, Any] = {}
     for n_prompt in (16,) if fields else (16, 128):
-        prompts = some(text, rows, n_prompt, seed=3)
+        prompts = sample_prompts(text, rows, n_prompt, seed=3)
         n_new = 24 if args.quick else 512 - n_prompt
 
         def run(prompts: list[list[int]] = prompts, n_new: int = n_new) -> None:
-            made = generate(low, prompts, max_new_tokens=n_new, **fields)
-            assert all(len(row) == n_new for row in made.tokens)
+            generated = generate(low, prompts, max_new_tokens=n_new, **fields)
+            assert all(len(row) == n_new for row in generated.tokens)
 
-        before = synchronised(args)
+        before = synchronised_time()
         run()
-        first = synchronised(args) - before
-        found[f"prompt {n_prompt}"] = {**rate(args, rows * n_new, run), "first call s": round(first, 2)}
+        first = synchronised_time() - before
+        found[f"prompt {n_prompt}"] = {**rate(rows * n_new, run), "first call s": round(first, 2)}
     return found
 
 
 def profile(low: Decoder, rows: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Which kernels a captured step spends its time in, at a context of 300."""
+    """The kernels in which a captured step spends its time, at a context of 300."""
     from torch.profiler import ProfilerActivity
 
     if torch.device(args.device).type != "cuda":
         return {}
     with torch.no_grad():
-        writer = step_of(low, rows)
-        step = writer.token_steps(GenerateConfig(), None, 1)
-        writer.begin(torch.full_like(writer.state.lengths, 300), torch.full_like(writer.state.last, 200))
+        decoder = graph_decoder(low, rows)
+        step = decoder.token_steps(GenerateConfig(), None, 1)
+        decoder.begin(torch.full_like(decoder.state.lengths, 300), torch.full_like(decoder.state.last, 200))
         for _ in range(3):
             step()
         torch.cuda.synchronize()
@@ -249,54 +243,54 @@ def profile(low: Decoder, rows: int, args: argparse.Namespace) -> dict[str, Any]
     return {"kernels a step": n_kernels, "busy µs": busy, "µs and launches a step": top}
 
 
-# ---- other ways to do the same
+# ---- variants of the captured step
 
 
-def step_of(model: Decoder, rows: int, **options: Any) -> GraphDecoder:
+def graph_decoder(model: Decoder, rows: int, **options: Any) -> GraphDecoder:
     return GraphDecoder(model, GraphShape(rows, 1, 512), **options)
 
 
-def stepping(
+def time_steps(
     args: argparse.Namespace, rows: int, make: Callable[[], GraphDecoder], n_prompt: int = 16
 ) -> dict[str, Any]:
-    """Captured steps alone, from a context of 16 to 512."""
+    """Time of captured steps only, from a context of 16 to 512."""
     with torch.no_grad():
-        started = synchronised(args)
-        writer = make()
-        step, at_once = writer.token_steps(GenerateConfig(), None), BLOCK_STEPS
-        captured = synchronised(args) - started
+        started = synchronised_time()
+        decoder = make()
+        step, at_once = decoder.token_steps(GenerateConfig(), None), BLOCK_STEPS
+        captured = synchronised_time() - started
         n_new = 24 if args.quick else 512 - n_prompt
 
         def run() -> None:
-            writer.begin(torch.full_like(writer.state.lengths, n_prompt), torch.full_like(writer.state.last, n_new))
+            decoder.begin(torch.full_like(decoder.state.lengths, n_prompt), torch.full_like(decoder.state.last, n_new))
             for _ in range(0, n_new, at_once):
                 step()
 
         run()
-        found = rate(args, rows * n_new, run)
+        found = rate(rows * n_new, run)
     return {**found, "µs a step": round(rows * 1e6 / found["tokens/s"], 1), "to capture s": round(captured, 1)}
 
 
-def variants(args: argparse.Namespace, report: Report) -> None:
+def measure_variants(args: argparse.Namespace, report: Report) -> None:
     low = model_of(args, torch.bfloat16)
     for rows in BARS:
         for form in ("few", "many", "plain"):
             if (rows, form) != (64, "few"):
                 report.attempt(
                     f"{form} + kernels, batch {rows}",
-                    lambda rows=rows, form=form: stepping(args, rows, lambda: step_of(low, rows, form=form)),
+                    lambda rows=rows, form=form: time_steps(args, rows, lambda: graph_decoder(low, rows, form=form)),
                 )
         report.attempt(
             f"plain + torch sdpa, batch {rows}",
-            lambda rows=rows: stepping(args, rows, lambda: step_of(low, rows, form="plain", ops=TorchOps)),
+            lambda rows=rows: time_steps(args, rows, lambda: graph_decoder(low, rows, form="plain", ops=TorchOps)),
         )
     if torch.device(args.device).type == "cuda":
-        tiles(args, report, low)
-        report.attempt("copy TB/s", lambda: copying())
+        compare_tiles(args, report, low)
+        report.attempt("copy TB/s", copy_bandwidth)
 
 
-def tiles(args: argparse.Namespace, report: Report, low: Decoder) -> None:
-    """The same steps with other tiles in the kernels: what the defaults in ``kernels.decoding`` are chosen by."""
+def compare_tiles(args: argparse.Namespace, report: Report, low: Decoder) -> None:
+    """The same steps with other tile sizes; the defaults in ``kernels.decoding`` were chosen from these times."""
     from regard.kernels import decode_attention, decoding
 
     attention, linear = decode_attention.dot_tile, decoding.linear_tile
@@ -305,18 +299,19 @@ def tiles(args: argparse.Namespace, report: Report, low: Decoder) -> None:
         for tile in several:
             decode_attention.dot_tile = lambda *_, tile=tile: tile
             name = f"attention tile {tile}, batch {rows}"
-            report.attempt(name, lambda rows=rows: stepping(args, rows, lambda: step_of(low, rows)))
+            report.attempt(name, lambda rows=rows: time_steps(args, rows, lambda: graph_decoder(low, rows)))
     decode_attention.dot_tile = attention
     for tile in ((2, 2, 1024), (2, 4, 1024), (4, 4, 1024), (4, 4, 4096), (8, 4, 1024)):  # inside layers
         decoding.linear_tile = lambda n, k, tile=tile: tile if n <= 8192 else linear(n, k)
-        report.attempt(f"product tile {tile}, batch 1", lambda: stepping(args, 1, lambda: step_of(low, 1)))
+        report.attempt(f"product tile {tile}, batch 1", lambda: time_steps(args, 1, lambda: graph_decoder(low, 1)))
     for tile in ((8, 4, 1024), (16, 4, 1024), (32, 8, 1024)):
         decoding.linear_tile = lambda n, k, tile=tile: tile if n > 8192 else linear(n, k)
-        report.attempt(f"head tile {tile}, batch 1", lambda: stepping(args, 1, lambda: step_of(low, 1)))
+        report.attempt(f"head tile {tile}, batch 1", lambda: time_steps(args, 1, lambda: graph_decoder(low, 1)))
     decoding.linear_tile = linear
 
 
-def copying() -> float:
+def copy_bandwidth() -> float:
+    """TB/s of a copy on the GPU, reading and writing."""
     x = torch.empty(2**30, dtype=torch.int8, device="cuda").random_()
     y = torch.empty_like(x)
     for _ in range(3):
@@ -329,15 +324,15 @@ def copying() -> float:
     return round(20 * 2 * 2**30 / (time.perf_counter() - before) / 1e12, 2)
 
 
-def compiled(args: argparse.Namespace, report: Report) -> None:
+def measure_compiled(args: argparse.Namespace, report: Report) -> None:
     import torch._inductor.config as inductor
 
     low = model_of(args, torch.bfloat16)
     for rows in (64, 1):
-        inductor.coordinate_descent_tuning = rows == 1  # products with one row become kernels of its own making
+        inductor.coordinate_descent_tuning = rows == 1  # generates kernels for products with one row
         report.attempt(
             f"inductor + kernel, batch {rows}",
-            lambda rows=rows: stepping(args, rows, lambda: step_of(low, rows, form="plain", compile=True)),
+            lambda rows=rows: time_steps(args, rows, lambda: graph_decoder(low, rows, form="plain", compile=True)),
         )
         torch._dynamo.reset()
 
@@ -345,7 +340,7 @@ def compiled(args: argparse.Namespace, report: Report) -> None:
 # ---- transformers
 
 
-def peer(args: argparse.Namespace, report: Report) -> None:
+def measure_transformers(args: argparse.Namespace, report: Report) -> None:
     def load() -> Any:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -366,7 +361,7 @@ def peer(args: argparse.Namespace, report: Report) -> None:
             )
 
         run(8)
-        return rate(args, rows * (8 if args.quick else 128), run)
+        return rate(rows * (8 if args.quick else 128), run)
 
     models: list[Any] = []
     report.attempt("transformers", lambda: models.append(load()))
@@ -380,14 +375,14 @@ def peer(args: argparse.Namespace, report: Report) -> None:
         def run(prompts: list[list[int]] = prompts, n_new: int = n_new) -> None:
             without_capture(low, prompts, max_new_tokens=n_new)
 
-        report.attempt(f"ours eager, growing cache, batch {rows}", lambda n=rows * n_new: rate(args, n, run, 2))
+        report.attempt(f"ours eager, growing cache, batch {rows}", lambda n=rows * n_new: rate(n, run, 2))
 
 
 # ---- translation
 
 
-def translation(args: argparse.Namespace, report: Report) -> None:
-    """Transformer base and transformers' Marian of the same sizes; then, in fp32, our tokens captured and eager."""
+def measure_translation(args: argparse.Namespace, report: Report) -> None:
+    """Transformer base, and transformers' Marian of the same sizes; then our tokens in fp32, captured and eager."""
     sizes = {**SMALL, "vocab_size": 500} if args.quick else {"vocab_size": 37_000}
     n_new = n_source = 8 if args.quick else 64
     torch.manual_seed(0)
@@ -395,18 +390,18 @@ def translation(args: argparse.Namespace, report: Report) -> None:
     low = build("transformer-base", max_len=256, eos_id=None, **sizes).to(args.device, torch.bfloat16).eval()
     sources = {n: torch.randint(3, sizes["vocab_size"], (n, n_source)) for n, _ in TRANSLATION}
     for rows, beam in TRANSLATION:
-        given = sources[rows].tolist()
+        inputs = sources[rows].tolist()
         fields: dict[str, Any] = {"beam": beam, "max_new_tokens": n_new}
 
-        def run(given: list[list[int]] = given, fields: dict[str, Any] = fields) -> None:
-            generate(low, given, **fields)
+        def run(inputs: list[list[int]] = inputs, fields: dict[str, Any] = fields) -> None:
+            generate(low, inputs, **fields)
 
-        def fresh(given: list[list[int]] = given, fields: dict[str, Any] = fields) -> dict[str, Any]:
-            before = synchronised(args)
-            generate(low, given, **fields)
-            return {"first call s": round(synchronised(args) - before, 2), **rate(args, len(given) * n_new, run, 5)}
+        def first_and_later(inputs: list[list[int]] = inputs, fields: dict[str, Any] = fields) -> dict[str, Any]:
+            before = synchronised_time()
+            generate(low, inputs, **fields)
+            return {"first call s": round(synchronised_time() - before, 2), **rate(len(inputs) * n_new, run, 5)}
 
-        report.attempt(f"regard, batch {rows} beam {beam}", fresh)
+        report.attempt(f"regard, batch {rows} beam {beam}", first_and_later)
     peers: list[Any] = []
     report.attempt("marian", lambda: peers.append(marian(args, sizes)))
     for rows, beam in TRANSLATION:
@@ -416,14 +411,14 @@ def translation(args: argparse.Namespace, report: Report) -> None:
             lengths = {"min_new_tokens": n_new, "max_new_tokens": n_new}
             peers[0].generate(ids, attention_mask=torch.ones_like(ids), num_beams=beam, do_sample=False, **lengths)
 
-        def measured(rows: int = rows, run: Callable[[], None] = theirs) -> dict[str, float]:
+        def measure(rows: int = rows, run: Callable[[], None] = theirs) -> dict[str, float]:
             run()
-            return rate(args, rows * n_new, run)
+            return rate(rows * n_new, run)
 
-        report.attempt(f"transformers, batch {rows} beam {beam}", measured)
+        report.attempt(f"transformers, batch {rows} beam {beam}", measure)
     for rows, beam in TRANSLATION:
-        given, fields = sources[rows].tolist(), {"beam": beam, "max_new_tokens": n_new}
-        same = lambda g=given, f=fields: generate(exact, g, **f).tokens == without_capture(exact, g, **f)  # noqa: E731 — bound for this turn
+        inputs, fields = sources[rows].tolist(), {"beam": beam, "max_new_tokens": n_new}
+        same = lambda g=inputs, f=fields: generate(exact, g, **f).tokens == without_capture(exact, g, **f)  # noqa: E731 — bound for this turn
         report.attempt(f"fp32 tokens equal eager's, batch {rows} beam {beam}", lambda same=same: {"equal": same()})
 
 
@@ -444,7 +439,7 @@ def marian(args: argparse.Namespace, sizes: dict[str, Any]) -> Any:
 
 
 def verdict(found: dict[str, Any]) -> dict[str, bool]:
-    """The bars, each met or not; what was not measured is not met."""
+    """Whether each bar is met; a bar that was not measured is not."""
 
     def number(*path: str) -> float:
         at: Any = found
@@ -481,12 +476,13 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=330.0, help="seconds all parts together may take")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which of {', '.join(PARTS)}")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens: does it run at all?")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens, to see whether it runs")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
-        runs = {"ours": ours, "translation": translation, "peer": peer, "variants": variants, "compiled": compiled}
-        runs[args.alone](args, Report(time.perf_counter() + args.budget, args.json))
+        functions = {"ours": measure_ours, "translation": measure_translation, "peer": measure_transformers}
+        functions |= {"variants": measure_variants, "compiled": measure_compiled}
+        functions[args.alone](args, Report(time.perf_counter() + args.budget, args.json))
         return 0
     ends, found = time.monotonic() + args.budget, {}
     with tempfile.TemporaryDirectory() as folder:
@@ -516,7 +512,7 @@ def finish(args: argparse.Namespace, found: dict[str, Any]) -> int:
                     print(f"| {part}: {label} | {one['tokens/s']:,.0f} | {one.get('µs a step', '')} |")
     met = verdict(found)
     for name, yes in met.items():
-        print(f"{'PASS' if yes else 'FAIL'} {name}")
+        print_verdict(yes, name)
     if args.json:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
         args.json.write_text(json.dumps({"gpu": gpu, "torch": torch.__version__, "bars": met, **found}, indent=1))

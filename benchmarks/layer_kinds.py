@@ -1,11 +1,10 @@
-"""Self-attention, recurrence and convolution, measured beside what the paper's Table 1 predicts.
+"""Self-attention, recurrence and convolution: measured times, and the operations of table 1 of the paper.
 
     PYTHONPATH=src python benchmarks/layer_kinds.py
     PYTHONPATH=src python benchmarks/layer_kinds.py --lengths 128,512,2048 --widths 64,256 --json layer_kinds.json
 
-One layer of each kind over (1, T, d), forward, fp32, on one core of this CPU: multi-head attention, an LSTM, a
-convolution over three places. Beside each time stand the operations of the layer; at the end the exponents of the
-times in T and in d.
+One layer of each kind over (1, T, d), forward, fp32, on one core of this CPU: multi-head attention, an LSTM, and a
+convolution of width three. The tables have times and operations; the last has the exponents of the times in T and d.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ KERNEL = 3
 
 
 def layers(width: int) -> dict[str, tuple[Callable[[Tensor], object], Callable[[int], float]]]:
-    """Each kind: how it is run on (1, T, d), and its operations at a length, matrices included."""
+    """For each kind: its forward pass on (1, T, d), and its operations at a length, including projections."""
     attention = MultiHeadAttention(width, max(1, width // 64)).eval()
     lstm = nn.LSTM(width, width, batch_first=True).eval()
     convolution = nn.Conv1d(width, width, KERNEL, padding=1).eval()
@@ -38,8 +37,8 @@ def layers(width: int) -> dict[str, tuple[Callable[[Tensor], object], Callable[[
     }
 
 
-def best(run: Callable[[], object], seconds: float) -> float:
-    """The best of as many runs as fit, at least two after one that does not count; of this process's own time."""
+def best_seconds(run: Callable[[], object], seconds: float) -> float:
+    """The best processor time of as many runs as fit, at least two, after a warm-up."""
     run()
     found, until = [], time.process_time() + seconds
     while len(found) < 2 or time.process_time() < until:
@@ -56,7 +55,7 @@ def measure(lengths: list[int], widths: list[int], seconds: float) -> list[dict[
         for name, (run, flops) in layers(width).items():
             for length in lengths:
                 x = torch.randn(1, length, width)
-                taken = best(lambda run=run, x=x: run(x), seconds)  # type: ignore[misc]  # bound for this turn
+                taken = best_seconds(lambda run=run, x=x: run(x), seconds)  # type: ignore[misc]  # bound for this turn
                 rows.append({"kind": name, "d": width, "T": length, "flops": flops(length), "seconds": taken})
     return rows
 
@@ -95,7 +94,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="for each measurement")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # so that the process's time is the time it takes
+    torch.set_num_threads(1)  # processor time is then the time of the run
     rows = measure(args.lengths, args.widths, args.seconds)
     print(table(rows, args.lengths, args.widths))
     if args.json is not None:

@@ -9,26 +9,22 @@ from __future__ import annotations
 import argparse
 import sys
 
-from measuring import crossing_length
+from measuring import best_measurements, crossing_length, print_verdict
 
-from regard.experiments.bench_attention import Setup, measure_contender
+from regard.experiments.bench_attention import Setup
 from regard.experiments.benchmarking import fit_exponent, format_table
-from regard.experiments.sweep_runner import LocalRunner
 
 NAMES = ("sdpa", "linear", "performer")
 
 
 def measure(lengths: list[int], rounds: int, backward: bool) -> dict[str, list[float]]:
-    """Best seconds of each at each length, the contenders taking turns."""
-    best = {name: [float("inf")] * len(lengths) for name in NAMES}
-    with LocalRunner() as runner:
-        for at, length in enumerate(lengths):
-            print(f"length {length:,}", file=sys.stderr, flush=True)
-            for _ in range(rounds):
-                for name in NAMES:
-                    job = (name, Setup(length, backward=backward), 0.2)
-                    answer = runner.submit(measure_contender, job).result()
-                    best[name][at] = min(best[name][at], answer["seconds"])
+    """The best seconds of each contender at each length."""
+    best: dict[str, list[float]] = {name: [] for name in NAMES}
+    for length in lengths:
+        print(f"length {length:,}", file=sys.stderr, flush=True)
+        jobs = {name: (name, Setup(length, backward=backward)) for name in NAMES}
+        for name, run in best_measurements(jobs, rounds, 0.2).items():
+            best[name].append(run["seconds"])
     return best
 
 
@@ -58,9 +54,8 @@ def main() -> int:
         else:
             times = best["sdpa"][-1] / best[name][-1]
             print(f"{name} is faster than sdpa from length {at:,.0f} on; {times:.1f}× at {lengths[-1]:,}")
-    won = crossing_length(lengths, best["linear"], best["sdpa"]) is not None
-    print(f"{'PASS' if won else 'FAIL'}  causal linear attention beats sdpa from some length on")
-    return 0 if won else 1
+    is_faster = crossing_length(lengths, best["linear"], best["sdpa"]) is not None
+    return 0 if print_verdict(is_faster, "causal linear attention beats sdpa from some length on") else 1
 
 
 if __name__ == "__main__":

@@ -9,24 +9,21 @@ Attention in the table is torch's fused causal kernel between the same projectio
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring import gpu_seconds, print_verdict, train_on_tokens
 
 from regard.attention.state_space import Mamba2
-from regard.config import ModelConfig, TrainConfig
+from regard.config import ModelConfig
 from regard.data.corpora.stdlib_text import Stdlib
 from regard.experiments.benchmarking import fit_exponent, format_table
-from regard.models import build
 from regard.text.tokenizer_training import train_tokenizer
-from regard.training.loss import Batch, Objective
-from regard.training.optimiser import build_optimiser, cosine
-from regard.training.precision import Precision
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 LARGEST_POWER, LARGEST_GAP = 1.1, 0.1
@@ -45,20 +42,12 @@ def layers() -> dict[str, Any]:
     return {"mamba2": mamba, "attention": attention, "mamba2, compiled": torch.compile(mamba, dynamic=True)}
 
 
-def median_ms(run: Any, rounds: int = 5) -> float:
-    times = []
-    for turn in range(rounds + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        if turn >= 2:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
+def median_ms(run: Callable[[], object], rounds: int = 5) -> float:
+    """The median time on the GPU, after two calls to warm up."""
+    return 1e3 * statistics.median([gpu_seconds(run) for _ in range(rounds + 2)][2:])
 
 
-def grow() -> int:
+def compare_growth() -> int:
     """Time by length, and the power of the length at which it grows from 8,192 tokens on."""
     rows, powers = [["", *(f"{n:,}" for n in LENGTHS), "grows as"]], {}
     for name, layer in layers().items():
@@ -80,8 +69,7 @@ def grow() -> int:
             print(rows[-1], flush=True)
     print(format_table(rows), end="\n\n")
     worst = max(power for name, power in powers.items() if name.startswith("mamba2"))
-    passed = worst <= LARGEST_POWER
-    print(f"{'PASS' if passed else 'FAIL'}  time grows as T^{worst:.2f} at most (bar {LARGEST_POWER})")
+    passed = print_verdict(worst <= LARGEST_POWER, f"time grows as T^{worst:.2f} at most (bar {LARGEST_POWER})")
     return 0 if passed else 1
 
 
@@ -96,67 +84,28 @@ def configs() -> dict[str, ModelConfig]:
     }
 
 
-def learn(kind: str, seed: int, n_steps: int, lr: float, rows: int) -> float:
-    """Train on the standard library's text; the loss on modules held out, in nats a token."""
+def valid_loss(kind: str, seed: int, n_steps: int, lr: float, rows: int) -> float:
+    """Train on the standard library's text; the loss on held-out modules, in nats per token."""
     corpus, device = Stdlib(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     texts = {split: [corpus.example(split, n).text for n in range(corpus.size(split))] for split in ("train", "valid")}
     tokenizer = train_tokenizer(texts["train"][::8], kind="bpe", vocab_size=4096)
-    lines = (tokenizer.encode_all(texts[split], special=False) for split in ("train", "valid"))
-    ids, valid = (torch.tensor([i for line in some for i in line], device=device) for some in lines)
-    torch.manual_seed(seed)
-    config = configs()[kind].with_(init_std=0.02)
-    objective = Objective(build(config, device=str(device))).train()
-    facts = f"{kind}: {objective.model.n_parameters:,} parameters, {len(ids):,} tokens"
-    print(facts, file=sys.stderr, flush=True)
-    optimiser = build_optimiser(objective, TrainConfig(optimiser="adamw", lr=lr, weight_decay=0.1, betas=(0.9, 0.95)))
-    schedule, draws = cosine(n_steps // 20, n_steps, 0.05), torch.Generator().manual_seed(seed)
-    precision, places = Precision("bf16" if device.type == "cuda" else "fp32", device.type), torch.arange(257)
-    found = math.inf
-    for step in range(1, n_steps + 1):
-        starts = torch.randint(len(ids) - 257, (rows, 1), generator=draws)
-        tokens = ids[(starts + places).to(device)]
-        with precision.forward():
-            loss = objective(Batch((tokens[:, :-1],), tokens[:, 1:], n_counted=rows * 256)) / (rows * 256)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(objective.parameters(), 1.0)
-        optimiser.set_lr(schedule(step))
-        optimiser.step()
-        optimiser.zero_grad()
-        if step % 100 == 0 or step == n_steps:
-            found = held_out(objective, valid, precision)
-            print(f"{kind} seed {seed} step {step} loss {found:.4f}", file=sys.stderr, flush=True)
-    return found
+    encoded = (tokenizer.encode_all(texts[split], special=False) for split in ("train", "valid"))
+    train, valid = (torch.tensor([i for line in lines for i in line], device=device) for lines in encoded)
+    config, valid = configs()[kind].with_(init_std=0.02), valid[: (1 << 18) + 1]
+    return train_on_tokens(kind, config, train, valid, seed=seed, n_steps=n_steps, lr=lr, rows=rows)
 
 
-@torch.no_grad()
-def held_out(objective: Objective, ids: torch.Tensor, precision: Precision) -> float:
-    objective.eval()
-    n = min(len(ids) - 1, 1 << 18) // 256 * 256
-    total = 0.0
-    for x, y in zip(ids[:n].view(-1, 256).split(64), ids[1 : n + 1].view(-1, 256).split(64), strict=True):
-        with precision.forward():
-            total += float(objective(Batch((x,), y, n_counted=y.numel())))
-    objective.train()
-    return total / n
-
-
-def losses(n_steps: int, lr: float, rows: int) -> int:
-    """Both at once, each in a process of its own."""
+def compare_losses(n_steps: int, lr: float, rows: int) -> int:
+    """Train both models at once, each in its own process."""
     options = ["--steps", str(n_steps), "--lr", str(lr), "--rows", str(rows)]
     runs = {
         kind: subprocess.Popen([sys.executable, __file__, "one", kind, *options], stdout=subprocess.PIPE, text=True)
         for kind in configs()
     }
-    found = {}
-    for kind, run in runs.items():
-        text, _ = run.communicate()
-        found[kind] = float(text)
-    gap = found["mamba2"] - found["transformer"]
-    passed = gap <= LARGEST_GAP
-    print(
-        f"{'PASS' if passed else 'FAIL'}  Mamba 2 ends {gap:+.4f} nats a token from the Transformer (bar {LARGEST_GAP})"
-    )
-    return 0 if passed else 1
+    losses = {kind: float(run.communicate()[0]) for kind, run in runs.items()}
+    gap = losses["mamba2"] - losses["transformer"]
+    sentence = f"Mamba 2 ends {gap:+.4f} nats per token from the Transformer (bar {LARGEST_GAP})"
+    return 0 if print_verdict(gap <= LARGEST_GAP, sentence) else 1
 
 
 def main() -> int:
@@ -172,10 +121,10 @@ def main() -> int:
         part.add_argument("--rows", type=int, default=64, help="texts of a step")
     options = parser.parse_args()
     if options.what == "time":
-        return grow()
+        return compare_growth()
     if options.what == "loss":
-        return losses(options.steps, options.lr, options.rows)
-    print(learn(options.kind, options.seed, options.steps, options.lr, options.rows))
+        return compare_losses(options.steps, options.lr, options.rows)
+    print(valid_loss(options.kind, options.seed, options.steps, options.lr, options.rows))
     return 0
 
 

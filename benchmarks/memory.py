@@ -3,9 +3,9 @@
     PYTHONPATH=src python benchmarks/memory.py --out runs/memory                 # 4 GB of disk, half an hour
     PYTHONPATH=src python benchmarks/memory.py --out runs/memory --share 0.05    # a twentieth of both files
 
-Writes the two files, and starts a training run on each, stopped after 20 steps, twice: the first one reads and
-tokenises, the second finds both in the cache. Each run is a process of its own. ``peak`` is the most memory the process
-ever held, ``above`` what of it exceeds that of the same run on a small file: libraries, model and optimiser.
+Writes the two files, and starts a training run on each, stopped after 20 steps, twice: the first reads and tokenises,
+the second finds the results in the cache. Each run has its own process. ``peak`` is the peak memory of the process,
+``above`` the difference from the same run on a small file, which has the same libraries, model and optimiser.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from measuring import print_verdict
 
 MOST_MIB, MOST_SECONDS = 1536, 180  # above the model; until the first step of the second start
 RUN = """
@@ -62,8 +64,8 @@ def write_file(path: Path, task: str, size: int) -> None:
                 done += file.write(f"{sentence(5, 30)}\n")
 
 
-def start(task: str, source: Path, out: Path, cache: Path) -> dict[str, Any]:
-    """One run, in a process of its own."""
+def run_training(task: str, source: Path, out: Path, cache: Path) -> dict[str, Any]:
+    """One training run in its own process: its seconds and its peak memory."""
     words = [f"data.source={source}", f"train.out={out}-{time.time_ns()}", *TINY]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.resolve())}
     done = subprocess.run([sys.executable, "-c", RUN, task, *words], env=environment, capture_output=True, text=True)
@@ -78,32 +80,29 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/memory"))
     parser.add_argument("--share", type=float, default=1.0, help="of a gigabyte, and of five million lines")
     parser.add_argument("--only", choices=("lm", "translate"), help="one of the two files")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    files = {"lm": ("text.txt", int(asked.share * 1e9)), "translate": ("pairs.tsv", int(asked.share * 5e6))}
-    rows, ok = [], True
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    files = {"lm": ("text.txt", int(args.share * 1e9)), "translate": ("pairs.tsv", int(args.share * 5e6))}
+    rows, passed = [], True
     for task, (name, size) in files.items():
-        if asked.only not in (None, task):
+        if args.only not in (None, task):
             continue
-        small, large = asked.out / f"small-{name}", asked.out / name
+        small, large = args.out / f"small-{name}", args.out / name
         write_file(small, task, 1000 if task == "translate" else 50_000)
         if not large.exists():
             write_file(large, task, size)
-        base = start(task, small, asked.out / "run", asked.out / "cache")["peak_mib"]
+        base = run_training(task, small, args.out / "run", args.out / "cache")["peak_mib"]
         for which in ("first", "second"):
-            found = start(task, large, asked.out / "run", asked.out / "cache")
-            above = found["peak_mib"] - base
-            holds = above < MOST_MIB and (which == "first" or found["first_step_s"] < MOST_SECONDS)
-            ok = ok and holds
-            rows.append({"task": task, "start": which, "above_mib": above, **found})
-            print(
-                f"{'PASS' if holds else 'FAIL'}  {task} on {large.stat().st_size / 1e6:,.0f} MB, {which} start: "
-                f"peak {found['peak_mib']:,.0f} MiB, {above:,.0f} above the same run on a small file; "
-                f"first step after {found['first_step_s']:.0f} s",
-                flush=True,
+            run = run_training(task, large, args.out / "run", args.out / "cache")
+            above = run["peak_mib"] - base
+            rows.append({"task": task, "start": which, "above_mib": above, **run})
+            passed &= print_verdict(
+                above < MOST_MIB and (which == "first" or run["first_step_s"] < MOST_SECONDS),
+                f"{task} on {large.stat().st_size / 1e6:,.0f} MB, {which} start: peak {run['peak_mib']:,.0f} MiB, "
+                f"{above:,.0f} above the same run on a small file; first step after {run['first_step_s']:.0f} s",
             )
-    (asked.out / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if ok else 1
+    (args.out / "memory.json").write_text(json.dumps(rows, indent=1) + "\n")
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

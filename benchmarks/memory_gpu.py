@@ -1,11 +1,11 @@
-"""Memory of a training step, predicted and measured: the table of docs/cost.md.
+"""Predicted and measured memory of a training step: the table of docs/cost.md.
 
     PYTHONPATH=src python benchmarks/memory_gpu.py --out runs/memory            # on a GPU
-    PYTHONPATH=src python benchmarks/memory_gpu.py --device cpu --small    # small, living tensors counted
+    PYTHONPATH=src python benchmarks/memory_gpu.py --device cpu --small    # small, by counting live tensors
 
 Each configuration is trained for two steps with the repository's own parts (objective, precision, clipping,
 optimiser), the second of which is measured with ``torch.cuda.max_memory_allocated``. Writes memory.json and memory.md,
-and prints what was held after each stage and what was alive at the peak, so that a wrong prediction can be traced.
+and prints the memory after each stage and the tensors at the peak, so that a wrong prediction can be traced.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("bert, classes, fp32", "bert-base", CLASSIFY, {"batch": 16, "length": 512, "precision": "fp32"}),
     ("vit-base-16", "vit-base-16", {}, {"batch": 128, "length": 1}),
     ("captioner", "captioner", {}, {"batch": 256, "length": 32}),
-    # What follows was added when the formulas stood: nothing was fitted to it.
+    # The following were added after the formulas were finished; nothing was fitted to them.
     ("gpt2-xl, checkpointed", "gpt2-xl", {}, {"batch": 8, "length": 1024, "checkpointing": True}),
     ("gpt2, ALiBi", "gpt2", {"positions": "alibi"}, {"batch": 8, "length": 1024}),
     ("gpt2, layers shared", "gpt2", {"share_layers": True}, {"batch": 8, "length": 512}),
@@ -108,7 +108,7 @@ SMALL = {"n_layers": 2, "d_model": 64, "n_heads": 4, "d_ff": 256, "vocab_size": 
 
 
 def cases(small: bool) -> list[tuple[str, ModelConfig, Setting]]:
-    """The configurations; ``small`` ones take a CPU a moment each."""
+    """The configurations, or ``small`` versions of them for a CPU."""
     found = []
     for name, preset, changes, how in CASES:
         fields = {**PRESETS[preset], **changes}
@@ -126,8 +126,8 @@ def cases(small: bool) -> list[tuple[str, ModelConfig, Setting]]:
     return found
 
 
-def batch_of(config: ModelConfig, setting: Setting, device: torch.device) -> Batch:
-    """A batch such as the tasks make, without padding."""
+def random_batch(config: ModelConfig, setting: Setting, device: torch.device) -> Batch:
+    """A random batch like those of the tasks, without padding."""
     shape = (setting.batch, setting.length)
     targets = torch.randint(3, config.output_vocab_size, shape)
     if config.head == "classify":
@@ -155,7 +155,7 @@ def batch_of(config: ModelConfig, setting: Setting, device: torch.device) -> Bat
 
 
 class Step:
-    """One step of training, as ``training.loop`` makes it, stage by stage."""
+    """A training step like that of ``training.loop``, stage by stage."""
 
     def __init__(self, config: ModelConfig, setting: Setting, device: torch.device) -> None:
         torch.manual_seed(0)
@@ -168,7 +168,7 @@ class Step:
         self.working = WorkingWeights(self.objective) if setting.working else None
         self.optimiser: Optimiser = build_optimiser(self.model, self.train)
         self.ema = Ema(self.model, 0.999) if setting.ema else None
-        self.batch = batch_of(config, setting, device)
+        self.batch = random_batch(config, setting, device)
 
     def forward(self) -> Tensor:
         objective = self.objective if self.working is None else self.working.objective
@@ -203,7 +203,7 @@ class Step:
         return [*self.model.parameters(), *self.model.buffers(), *working, *state, *ema, *inputs]
 
 
-def on_gpu(config: ModelConfig, setting: Setting, device: torch.device) -> dict[str, Any]:
+def measure_on_gpu(config: ModelConfig, setting: Setting, device: torch.device) -> dict[str, Any]:
     """Bytes on the device after each stage, at the peaks of the three stages, and at the peak of the whole step."""
     found: dict[str, Any] = {}
     base = torch.cuda.memory_allocated()
@@ -231,26 +231,26 @@ def on_gpu(config: ModelConfig, setting: Setting, device: torch.device) -> dict[
     found["seconds"] = time.perf_counter() - started
     found["peak"] = max(found["peak_forward"], found["peak_backward"], found["peak_step"])
     del loss
-    try:  # what only helps to trace a wrong prediction must not cost the measurement
-        found["at_peak"] = [] if setting.checkpointing else alive_at_peak(step)
+    try:  # tracing must not fail the measurement
+        found["at_peak"] = [] if setting.checkpointing else allocations_at_peak(step)
         found["sdpa"] = sdpa_choice(config, setting, device)
         if not setting.checkpointing:
             found["saved"], entries = saved_bytes(step.forward, step.tensors())
-            found["saved_tensors"] = grouped(entries)
+            found["saved_tensors"] = group_tensors(entries)
     except (RuntimeError, TypeError, KeyError, SystemError) as error:
         print(f"not traced: {type(error).__name__}: {error}")
     return found
 
 
-def grouped(entries: list[tuple[tuple[int, ...], str, int]], most: int = 40) -> list[list[Any]]:
-    """Saved tensors of one kind together: shape, dtype, bytes of one, how many, in all."""
+def group_tensors(entries: list[tuple[tuple[int, ...], str, int]], most: int = 40) -> list[list[Any]]:
+    """Group equal saved tensors: shape, dtype, bytes of one, number, total bytes."""
     counts = Counter(entries)
     rows = [[list(shape), dtype, size, n, size * n] for (shape, dtype, size), n in counts.items()]
     return sorted(rows, key=lambda row: -row[-1])[:most]
 
 
-def alive_at_peak(step: Step, most: int = 45) -> list[list[Any]]:
-    """What one more step had allocated, and not yet freed, when it stood highest: where from, bytes, how many."""
+def allocations_at_peak(step: Step, most: int = 45) -> list[list[Any]]:
+    """The allocations of another step that were live at its peak: source lines, bytes of one, number, total bytes."""
     torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
     step.whole()
     torch.cuda.synchronize()
@@ -261,7 +261,7 @@ def alive_at_peak(step: Step, most: int = 45) -> list[list[Any]]:
     best: dict[int, tuple[int, str]] = {}
     for event in trace:
         if event["action"] == "alloc":
-            alive[event["addr"]] = (event["size"], place_of(event.get("frames", [])))
+            alive[event["addr"]] = (event["size"], source_lines(event.get("frames", [])))
             now += event["size"]
             if now > highest:
                 highest, best = now, dict(alive)
@@ -272,15 +272,15 @@ def alive_at_peak(step: Step, most: int = 45) -> list[list[Any]]:
     return [["all", highest, 1, highest], *sorted(rows, key=lambda row: -row[-1])[:most]]
 
 
-def place_of(frames: list[dict[str, Any]]) -> str:
-    """The innermost lines of ours, or whatever else is known."""
+def source_lines(frames: list[dict[str, Any]]) -> str:
+    """The innermost lines of regard on the stack, and the innermost of all."""
     ours = [f"{Path(f['filename']).name}:{f['line']}" for f in frames if "regard" in f["filename"]]
     last = f"{Path(frames[0]['filename']).name}:{frames[0]['line']} {frames[0]['name']}" if frames else "backward"
     return f"{' < '.join(ours[:3])} [{last}]"
 
 
 def sdpa_choice(config: ModelConfig, setting: Setting, device: torch.device) -> str:
-    """Which of torch's kernels takes heads of this shape."""
+    """The kernel that torch chooses for heads of this shape."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[setting.precision]
     heads, kv = config.n_heads, config.n_kv_heads or config.n_heads
     q, k, v = (
@@ -295,8 +295,8 @@ def sdpa_choice(config: ModelConfig, setting: Setting, device: torch.device) -> 
     return f"causal {names.get(plain, plain)}, padding {names.get(masked, masked)}"
 
 
-def on_cpu(config: ModelConfig, setting: Setting, device: torch.device) -> dict[str, Any]:
-    """Living tensors counted one by one. CPU kernels keep other things than a GPU's: a rough check."""
+def measure_on_cpu(config: ModelConfig, setting: Setting, device: torch.device) -> dict[str, Any]:
+    """The same by counting live tensors; a rough check, since CPU kernels save other tensors than those of a GPU."""
     step = Step(config, setting, device)
     step.whole()
     live = LiveBytes(step.tensors())
@@ -313,12 +313,12 @@ def on_cpu(config: ModelConfig, setting: Setting, device: torch.device) -> dict[
     found["peak"] = max(found["peak_forward"], found["peak_backward"], found["peak_step"])
     if not setting.checkpointing:
         found["saved"], entries = saved_bytes(step.forward, step.tensors())
-        found["saved_tensors"] = grouped(entries)
+        found["saved_tensors"] = group_tensors(entries)
     return found
 
 
 def workspace(device: torch.device) -> int:
-    """What the matrix library keeps once both threads, forward and backward, have used it."""
+    """Bytes that the matrix library keeps after its use in the threads of forward and backward."""
     before = torch.cuda.memory_allocated()
     x = torch.zeros(256, 256, device=device, requires_grad=True)
     w = torch.zeros(256, 256, device=device, requires_grad=True)
@@ -332,8 +332,8 @@ def workspace(device: torch.device) -> int:
     return torch.cuda.memory_allocated() - before
 
 
-def shown(name: str, expected: TrainingMemory, found: dict[str, Any], unit: float) -> list[str]:
-    """One configuration in lines."""
+def report_lines(name: str, expected: TrainingMemory, found: dict[str, Any], unit: float) -> list[str]:
+    """The comparison for one configuration, as lines."""
 
     def row(what: str, predicted: float | None, measured: float | None) -> str:
         numbers = ["-" if x is None else f"{x / unit:10.3f}" for x in (predicted, measured)]
@@ -382,15 +382,15 @@ def main() -> None:
                 gc.collect()
                 torch.cuda.empty_cache()
                 left = torch.cuda.memory_allocated() - library
-                if left > 2**20:  # another configuration's tensors would be counted with this one's
-                    raise RuntimeError(f"{left} bytes are left of what was measured before")
-            found = (on_gpu if device.type == "cuda" else on_cpu)(config, setting, device)
+                if left > 2**20:  # they would be counted with this configuration
+                    raise RuntimeError(f"{left} bytes are left from the previous configuration")
+            found = (measure_on_gpu if device.type == "cuda" else measure_on_cpu)(config, setting, device)
         except Exception as error:
             print(f"== {name}: {type(error).__name__}: {str(error)[:300]}")
             traceback.print_exc()
             rows.append({**row, "error": str(error)[:300]})
             continue
-        print("\n".join(shown(name, expected, found, unit)), flush=True)
+        print("\n".join(report_lines(name, expected, found, unit)), flush=True)
         for entry in found.get("at_peak", [])[:14]:
             print(f"      {entry[3] / unit:9.3f} = {entry[2]} × {entry[1] / unit:.4f}  {entry[0]}")
         predicted = {**vars(expected), "peak": expected.peak, "where": expected.where}

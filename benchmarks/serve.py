@@ -1,14 +1,14 @@
-"""What is a server worth whose requests share their steps? Each part asks real servers over HTTP.
+"""The gain from batching requests in a server, measured with real servers over HTTP.
 
 python benchmarks/serve.py cpu                        # Transformer base in int8, 32 clients against one after another
 python benchmarks/serve.py gpu                        # GPT-2 124M in streams, Transformer base with beams; bf16
-python benchmarks/serve.py attention                  # what those who ask for attention weights cost the others
+python benchmarks/serve.py attention                  # how requests for attention weights slow others down
 
-Bars. On a CPU of two cores, 32 clients get 4 times the tokens/s of one client that asks one after another. On a GPU, 64
+Bars: on a CPU of two cores, 32 clients get 4 times the tokens/s of one client with consecutive requests. On a GPU, 64
 streams of GPT-2 get 80 % of the tokens/s of ``generate`` with a batch of 64, and 32 streams 8 times those of one; 64
-translations at once with 4 beams take a third of the time of transformers in batches of 64. While others ask for
-attention, requests take at most 5 % longer than while those others ask for the same text without it. Contenders take
-turns; the median of their ratios counts, since other programs on the machine come and go.
+concurrent translations with 4 beams take a third of the time of transformers in batches of 64. While another client
+requests attention weights, requests take at most 5 % longer than while it requests the same text without them.
+Contenders take turns, and the median of their ratios counts, since the load of the machine may change.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ SMALL: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128
 
 
 def library_lines(n_files: int = 150) -> list[str]:
-    """Lines of Python's own library: text that every machine has."""
+    """Lines of Python's standard library, a text that every machine has."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:n_files]
     lines = [line.strip() for file in files for line in file.read_text("utf-8", "ignore").splitlines()]
     return [line for line in lines if 20 <= len(line) <= 80]
 
 
-def never_ending(model: regard.Model) -> regard.Model:
-    """Every text gets as long as it may: the end token is the least likely one."""
+def without_end(model: regard.Model) -> regard.Model:
+    """The model with an end token that is never chosen, so that every text reaches its maximum length."""
     assert model.token is not None
     with torch.no_grad():
         model.token.weight[model.config.eos_id] = 0
@@ -60,7 +60,7 @@ def never_ending(model: regard.Model) -> regard.Model:
 
 
 def new_model(preset: str, lines: list[str], args: argparse.Namespace, **fields: Any) -> regard.Model:
-    """A random one, with a tokenizer of ``lines``."""
+    """A model with random weights, and a tokenizer trained on ``lines``."""
     template: Any = "none" if preset == "gpt2" else "eos"
     tokenizer = train_tokenizer(lines, "bpe", 1000 if args.quick else VOCAB, template)
     torch.manual_seed(0)
@@ -68,21 +68,21 @@ def new_model(preset: str, lines: list[str], args: argparse.Namespace, **fields:
     ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
     model = regard.build(preset, vocab_size=tokenizer.size, **ids, **sizes, **fields)
     model.processor = Processor(source=tokenizer)
-    return never_ending(model)
+    return without_end(model)
 
 
 def prompts_of(lines: list[str]) -> list[str]:
     return lines[:: max(1, len(lines) // 64)][:64]
 
 
-# ---- asking
+# ---- requests
 
 
 Pair = tuple[LoadResult, LoadResult]
 
 
 class Row(NamedTuple):
-    """One comparison: the median ratio, what it must reach, and the figures behind it."""
+    """One comparison: the median ratio, its lower bar, and the figures behind it."""
 
     what: str
     ratio: float
@@ -93,10 +93,10 @@ class Row(NamedTuple):
 def load_in_turns(
     args: argparse.Namespace, url: str, prompts: list[str], counts: tuple[int, int], **load: Any
 ) -> list[Pair]:
-    """Two numbers of clients, in turns; 64 requests of the many, 8 of one."""
+    """Measure two numbers of clients in turns, with 64 requests of many clients and 8 of one."""
     pairs = []
     for number in range(args.rounds):
-        pair = [ask(url, prompts, n, requests=min(64, 8 * n), **load) for n in counts]
+        pair = [measure_load(url, prompts, n, requests=min(64, 8 * n), **load) for n in counts]
         for result in pair:
             rate = f"{result.tokens_per_s:,.0f} tokens/s, first token p99 {1e3 * result.first_p99_s:,.0f} ms"
             print(f"round {number + 1}, {result.clients} clients: {rate}", file=sys.stderr, flush=True)
@@ -104,7 +104,7 @@ def load_in_turns(
     return pairs
 
 
-def ask(url: str, prompts: list[str], clients: int, requests: int, **load: Any) -> LoadResult:
+def measure_load(url: str, prompts: list[str], clients: int, requests: int, **load: Any) -> LoadResult:
     (result,) = bench_serve(
         url, clients=(clients,), requests=requests, prompts=prompts, max_tokens=N_NEW, **load
     ).results
@@ -141,32 +141,32 @@ def measure_gpu(args: argparse.Namespace, folder: Path) -> list[Row]:
     rows = []
     with start_server(str(speaker.save(folder / "speaker")), args.device) as url:
         rows.append(throughput_row("GPT-2: 32 streams / one", load_in_turns(args, url, prompts, (1, 32)), 8.0))
-        offline = write_offline(speaker.to(args.device), prompts, args.rounds)
-        served = [ask(url, prompts, 64, requests=256).tokens_per_s for _ in range(args.rounds)]
+        offline = generate_offline(speaker.to(args.device), prompts, args.rounds)
+        served = [measure_load(url, prompts, 64, requests=256).tokens_per_s for _ in range(args.rounds)]
     share = statistics.median(served) / statistics.median(offline)
     rows.append(Row("GPT-2: 64 streams / generate with a batch of 64", share, 0.8, f"{served} and {offline} tokens/s"))
     with start_server(str(translator.save(folder / "translator")), args.device) as url:
-        served = [ask(url, prompts, 64, requests=256, beams=4).tokens_per_s for _ in range(args.rounds)]
-    theirs = write_by_transformers(translator, prompts, args)
+        served = [measure_load(url, prompts, 64, requests=256, beams=4).tokens_per_s for _ in range(args.rounds)]
+    theirs = generate_with_transformers(translator, prompts, args)
     times = statistics.median(served) / statistics.median(theirs)
     figures = f"{served} and {theirs} tokens/s"
     rows.append(Row("Transformer base, 4 beams: 64 requests / transformers in batches of 64", times, 3.0, figures))
     return rows
 
 
-def write_offline(model: regard.Model, prompts: list[str], rounds: int) -> list[float]:
+def generate_offline(model: regard.Model, prompts: list[str], rounds: int) -> list[float]:
     """Tokens a second of ``generate`` with all prompts in one batch, after one to warm up."""
 
-    def write() -> float:
+    def tokens_per_second() -> float:
         start = time.perf_counter()
         written = regard.generate(model, prompts, max_new_tokens=N_NEW)
         return sum(map(len, written.tokens)) / (time.perf_counter() - start)
 
-    write()
-    return [write() for _ in range(rounds)]
+    tokens_per_second()
+    return [tokens_per_second() for _ in range(rounds)]
 
 
-def write_by_transformers(model: regard.Model, prompts: list[str], args: argparse.Namespace) -> list[float]:
+def generate_with_transformers(model: regard.Model, prompts: list[str], args: argparse.Namespace) -> list[float]:
     """The same for transformers' Marian of the same sizes, with 4 beams."""
     from generate_gpu import marian
 
@@ -177,30 +177,30 @@ def write_by_transformers(model: regard.Model, prompts: list[str], args: argpars
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=args.device)
     theirs, mask = marian(args, {"vocab_size": model.config.vocab_size}), (tokens > 0).long()
 
-    def write() -> float:
+    def tokens_per_second() -> float:
         start = time.perf_counter()
         lengths = {"min_new_tokens": N_NEW, "max_new_tokens": N_NEW}
         theirs.generate(tokens, attention_mask=mask, num_beams=4, do_sample=False, **lengths).cpu()
         return len(prompts) * N_NEW / (time.perf_counter() - start)
 
-    write()
-    return [write() for _ in range(args.rounds)]
+    tokens_per_second()
+    return [tokens_per_second() for _ in range(args.rounds)]
 
 
 def measure_attention(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """Seven clients, and an eighth that asks for attention weights in every other round."""
+    """Seven clients, and an eighth that requests attention weights in half of the rounds."""
     lines = library_lines()
     prompts = prompts_of(lines)
     write_int8(quantise(new_model("transformer-base", lines, args, max_len=256)), folder)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     with start_server(str(folder), args.device) as url:
         for number in range(2 * args.rounds):
-            asks = number % 4 in (1, 2)  # without, with, with, without
-            with eighth_client(url, prompts, {"kind": "cross", "layers": [-1]} if asks else None):
-                result = ask(url, prompts, 7, requests=28)
-            seconds[asks].append(result.whole_p50_s)
-            print(f"attention {asks}: {result.whole_p50_s:.2f} s", file=sys.stderr, flush=True)
-    without, with_attention = (seconds[asks] for asks in (False, True))
+            has_attention = number % 4 in (1, 2)  # without, with, with, without
+            with eighth_client(url, prompts, {"kind": "cross", "layers": [-1]} if has_attention else None):
+                result = measure_load(url, prompts, 7, requests=28)
+            seconds[has_attention].append(result.whole_p50_s)
+            print(f"attention {has_attention}: {result.whole_p50_s:.2f} s", file=sys.stderr, flush=True)
+    without, with_attention = (seconds[x] for x in (False, True))
     ratio = statistics.median(without) / statistics.median(with_attention)
     figures = f"p50 of the others: {without} s without, {with_attention} s with it"
     return [Row("time of others while one client does not / does ask for attention", ratio, 1 / 1.05, figures)]
@@ -208,18 +208,18 @@ def measure_attention(args: argparse.Namespace, folder: Path) -> list[Row]:
 
 @contextmanager
 def eighth_client(url: str, prompts: list[str], attention: dict[str, Any] | None) -> Iterator[None]:
-    """A client that asks for one text after the other while the block runs."""
+    """A client that sends one request after the other while the block runs."""
     over = threading.Event()
     body = {"model": _served_name(url), "max_tokens": N_NEW, "temperature": 0, "attention": attention}
 
-    def ask_on() -> None:
+    def send_requests() -> None:
         for prompt in cycle(prompts):
             if over.is_set():
                 return
             content = json.dumps({**body, "prompt": prompt}).encode()
             urlopen(Request(f"{url}/v1/completions", content, {"Content-Type": "application/json"})).read()
 
-    client = threading.Thread(target=ask_on)
+    client = threading.Thread(target=send_requests)
     client.start()
     try:
         yield

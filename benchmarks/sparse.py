@@ -13,13 +13,13 @@ import argparse
 import sys
 
 import torch
+from measuring import best_measurements, print_verdict
 
 from regard.attention.attend import prepare
 from regard.attention.frame import Frame
 from regard.attention.masks import BlockPlan, Mask, causal, everything
-from regard.experiments.bench_attention import Setup, measure_contender, sparse_mask
+from regard.experiments.bench_attention import Setup, sparse_mask
 from regard.experiments.benchmarking import format_table
-from regard.experiments.sweep_runner import LocalRunner
 
 LEAST_SPEED_UP = 5.0
 PATTERNS = ("window", "strided", "bigbird")
@@ -44,19 +44,6 @@ def allowed_share(name: str, length: int) -> float:
     return sum(int(mask_of(name).tile(rows, slice(None), frame).sum()) for rows in stripes) / length**2
 
 
-def measure(length: int, rounds: int, backward: bool) -> dict[str, float]:
-    """Best seconds of each, the contenders taking turns."""
-    best = dict.fromkeys(RUNS, float("inf"))
-    with LocalRunner() as runner:
-        for n in range(rounds):
-            for name, (contender, is_causal) in RUNS.items():
-                print(f"round {n + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-                setup = Setup(length, causal=is_causal, backward=backward)
-                answer = runner.submit(measure_contender, (contender, setup, 0.5)).result()
-                best[name] = min(best[name], answer["seconds"])
-    return best
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=8_192)
@@ -64,9 +51,13 @@ def main() -> int:
     options = parser.parse_args()
     setup = Setup(options.length)
     plans = {name: plan_of(name, setup) for name in RUNS}
-    reached = True
+    passed = True
     for backward in (False, True):
-        best = measure(options.length, options.rounds, backward)
+        jobs = {
+            name: (contender, Setup(options.length, causal=is_causal, backward=backward))
+            for name, (contender, is_causal) in RUNS.items()
+        }
+        best = {name: run["seconds"] for name, run in best_measurements(jobs, options.rounds, 0.5).items()}
         direction = "forward and backward" if backward else "forward"
         print(f"\nlength {setup.length:,}, {setup.n_heads} heads of width {setup.d_head}, fp32, {direction}\n")
         head = ["", "allowed", "computed", "blocks", "time, ms", "claimed", "measured", "over causal"]
@@ -86,10 +77,9 @@ def main() -> int:
         print(format_table([head, *rows]), end="\n\n")
         for peer in ("full", "causal"):
             speed_up = best[peer] / best["window"]
-            reached &= speed_up >= LEAST_SPEED_UP
-            verdict = "PASS" if speed_up >= LEAST_SPEED_UP else "FAIL"
-            print(f"{verdict}  window of 256: {speed_up:.1f}× faster than {peer} tiled, at least {LEAST_SPEED_UP:g}×")
-    return 0 if reached else 1
+            sentence = f"window of 256: {speed_up:.1f}× faster than {peer} tiled, at least {LEAST_SPEED_UP:g}×"
+            passed &= print_verdict(speed_up >= LEAST_SPEED_UP, sentence)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

@@ -11,47 +11,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 
-from regard.experiments.bench_attention import Setup, contenders, measure_contender
+from measuring import best_measurements, print_verdict
+
+from regard.experiments.bench_attention import Setup, contenders
 from regard.experiments.benchmarking import format_table
-from regard.experiments.sweep_runner import LocalRunner
 
 MOST_MIB = 512
 MOST_TIMES_SDPA = {"sdpa": None, "tiled": 2.0, "tiled+t5": 3.0}
 
 
-@dataclass
-class Best:
-    seconds: float = float("inf")
-    peak_bytes: int = 0
-
-
-def measure(setup: Setup, rounds: int) -> tuple[dict[str, Best], int]:
-    """The best of each contender, and the number of threads."""
-    best = {name: Best() for name in MOST_TIMES_SDPA}
-    threads = 0
-    with LocalRunner() as runner:
-        for n in range(rounds):
-            for name, found in best.items():
-                print(f"round {n + 1} of {rounds}: {name}", file=sys.stderr, flush=True)
-                answer = runner.submit(measure_contender, (name, setup, 0.0)).result()
-                found.seconds = min(found.seconds, answer["seconds"])
-                found.peak_bytes = max(found.peak_bytes, answer["peak_bytes"])
-                threads = answer["threads"]
-    return best, threads
-
-
-def verdicts(best: dict[str, Best]) -> list[tuple[str, bool]]:
-    """Each bar as a sentence, and whether it was reached."""
-    found: list[tuple[str, bool]] = []
+def verdicts(best: dict[str, dict[str, float]]) -> list[tuple[bool, str]]:
+    """Whether each bar was reached, and a sentence about it."""
+    rows = []
     for name, most in MOST_TIMES_SDPA.items():
-        if most is None:
-            continue
-        ratio, mib = best[name].seconds / best["sdpa"].seconds, best[name].peak_bytes / 2**20
-        found.append((f"{name}: {ratio:.2f}× the time of sdpa, at most {most:g}×", ratio <= most))
-        found.append((f"{name}: {mib:,.0f} MiB peak resident growth, less than {MOST_MIB} MiB", mib < MOST_MIB))
-    return found
+        if most is not None:
+            ratio, mib = best[name]["seconds"] / best["sdpa"]["seconds"], best[name]["peak_bytes"] / 2**20
+            rows.append((ratio <= most, f"{name}: {ratio:.2f}× the time of sdpa, at most {most:g}×"))
+            rows.append((mib < MOST_MIB, f"{name}: {mib:,.0f} MiB peak resident growth, less than {MOST_MIB} MiB"))
+    return rows
 
 
 def main() -> int:
@@ -60,26 +38,25 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="runs of each, in turns")
     options = parser.parse_args()
     setup = Setup(options.length, backward=True)
-    best, threads = measure(setup, options.rounds)
+    best = best_measurements({name: (name, setup) for name in MOST_TIMES_SDPA}, options.rounds, 0.0)
     one_matrix = setup.n_heads * setup.length**2 * 4 / 2**20
     print(
         f"length {setup.length:,}, {setup.n_heads} heads of width {setup.d_head}, fp32, causal, forward and backward, "
-        f"CPU threads: {threads}\none matrix of scores or weights would hold {one_matrix:,.0f} MiB\n"
+        f"CPU threads: {best['sdpa']['threads']}\none matrix of scores or weights would hold {one_matrix:,.0f} MiB\n"
     )
     rows = [
         [
             contenders()[name].title,
-            f"{found.seconds:,.2f}",
-            f"{found.seconds / best['sdpa'].seconds:.2f}×",
-            f"{found.peak_bytes / 2**20:,.0f}",
+            f"{run['seconds']:,.2f}",
+            f"{run['seconds'] / best['sdpa']['seconds']:.2f}×",
+            f"{run['peak_bytes'] / 2**20:,.0f}",
         ]
-        for name, found in best.items()
+        for name, run in best.items()
     ]
     print(format_table([["", "time, s", "of sdpa", "peak growth, MiB"], *rows]))
     print()
-    for sentence, reached in verdicts(best):
-        print(f"{'PASS' if reached else 'FAIL'}  {sentence}")
-    return 0 if all(reached for _, reached in verdicts(best)) else 1
+    passed = [print_verdict(*row) for row in verdicts(best)]
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measuring import print_verdict
+
 import regard
 from regard.recipes import run_config
 
@@ -39,8 +41,8 @@ THIRD, WHOLE = 180, 740
 SAME_LOSS_IN, LOSS_IN_SAME_TIME = 1 / 3, 1.76
 
 
-def timed(config: Any, folder: Path) -> tuple[float, float]:
-    """(seconds, validation loss) of a whole run."""
+def train_run(config: Any, folder: Path) -> tuple[float, float]:
+    """Seconds and validation loss of a whole run."""
     config = config.with_(train=config.train.with_(out=str(folder)))
     started = time.perf_counter()
     result = regard.train(config, style="quiet")
@@ -64,16 +66,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Small models on a processor, against nanoGPT's settings.")
     parser.add_argument("source", help="Tiny Shakespeare as one text file")
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
-    found: dict[str, list[tuple[float, float]]] = {}
+    args = parser.parse_args()
+    runs: dict[str, list[tuple[float, float]]] = {}
     print(f"{'seed':>4}  {'config':20}  {'seconds':>8}  {'share':>6}  {'valid loss':>10}")
-    for seed in range(asked.seeds):
-        for name, config in configs(asked.source, seed).items():
+    for seed in range(args.seeds):
+        for name, config in configs(args.source, seed).items():
             with tempfile.TemporaryDirectory() as folder:
-                found.setdefault(name, []).append(timed(config, Path(folder) / "run"))
-            (seconds, loss), base = found[name][-1], found["nanoGPT's settings"][-1][0]
+                runs.setdefault(name, []).append(train_run(config, Path(folder) / "run"))
+            (seconds, loss), base = runs[name][-1], runs["nanoGPT's settings"][-1][0]
             print(f"{seed:>4}  {name:20}  {seconds:8.1f}  {seconds / base:6.2f}  {loss:10.4f}", flush=True)
-    mean = {name: [statistics.mean(column) for column in zip(*rows, strict=True)] for name, rows in found.items()}
+    mean = {name: [statistics.mean(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}
     (peer_time, peer_loss), third, whole = mean.values()
     checks = {
         f"nanoGPT's loss {peer_loss:.3f} in at most 1/3 of its {peer_time:.0f} s": (
@@ -86,7 +88,7 @@ def main() -> int:
         ),
     }
     for bar, (value, passed) in checks.items():
-        print(f"{'PASS' if passed else 'FAIL'}  {bar}: {value} (means over {asked.seeds} seeds)")
+        print_verdict(passed, f"{bar}: {value} (means over {args.seeds} seeds)")
     return 0 if all(passed for _, passed in checks.values()) else 1
 
 

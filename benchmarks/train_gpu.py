@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from generate_gpu import words
+from generate_gpu import library_tokens
 from torch import Tensor, nn
 
 from regard.config import ModelConfig
@@ -87,7 +87,7 @@ def main() -> None:
             print(result.to_text(), flush=True)
             found[f"{name} {precision}"] = result.to_dict()
     if args.steps:
-        tokens, config = words(), preset("gpt2")
+        tokens, config = library_tokens(), preset("gpt2")
         curves = {which: loss_curve(config, which, tokens, args.steps) for which in ("torch", "bf16", "fp8")}
         for which in ("bf16", "fp8"):
             gap = (curves[which] - curves["torch"]).abs().max().item()

@@ -1,4 +1,4 @@
-"""What does train.precision=auto bring on this CPU, and why is attention computed in fp32 there?
+"""The gain of train.precision=auto on this CPU, and why attention is computed in fp32 there.
 
 python benchmarks/train_precision.py
 python benchmarks/train_precision.py --compile          # also compiled: half a minute for each model
@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from measuring import print_verdict
 
 from regard.experiments.benchmarking import format_table
 from regard.models import build
@@ -27,7 +28,7 @@ SHAPES = ((128, 64, 12), (128, 64, 64), (128, 256, 16), (256, 64, 32), (256, 256
 
 
 def best_of(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Best milliseconds of each, in turns, after a first run that does not count."""
+    """The best milliseconds of each, in turns, after a warm-up."""
     best = dict.fromkeys(runs, math.inf)
     for turn in range(rounds + 1):
         for name, run in runs.items():
@@ -38,30 +39,30 @@ def best_of(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
     return best
 
 
-def a_pass(objective: torch.nn.Module, batch: Batch, name: str) -> None:
+def gradient_pass(objective: torch.nn.Module, batch: Batch, name: str) -> None:
     with Precision("bf16" if "bf16" in name else "fp32", "cpu").forward():
         loss = objective(batch)
     torch.autograd.grad(loss, list(objective.parameters()))
 
 
-def passes(width: int, context: int, size: int, rounds: int, compiled: bool) -> dict[str, float]:
+def time_passes(width: int, context: int, size: int, rounds: int, compiled: bool) -> dict[str, float]:
     """A language model of 4 layers over 65 characters: forward and backward."""
     fields = {"vocab_size": 65, "d_model": width, "n_layers": 4, "n_heads": 4, "d_ff": 4 * width, "max_len": context}
     objective = Objective(build("gpt2", **fields, pad_id=0, bos_id=1, eos_id=2))
     tokens = torch.randint(0, 65, (size, context + 1))
     batch = Batch((tokens[:, :-1],), tokens[:, 1:], n_tokens=size * context)
     runs: dict[str, Callable[[], object]] = {
-        "fp32": lambda: a_pass(objective, batch, "fp32"),
-        "bf16": lambda: a_pass(objective, batch, "bf16"),
+        "fp32": lambda: gradient_pass(objective, batch, "fp32"),
+        "bf16": lambda: gradient_pass(objective, batch, "bf16"),
     }
     if compiled:
         for name in ("fp32 compiled", "bf16 compiled"):
             fast = Compiled(objective)
-            runs[name] = lambda fast=fast, name=name: a_pass(fast, batch, name)
+            runs[name] = lambda fast=fast, name=name: gradient_pass(fast, batch, name)
     return best_of(runs, rounds)
 
 
-def attention(length: int, d_head: int, rounds: int) -> dict[str, float]:
+def time_attention(length: int, d_head: int, rounds: int) -> dict[str, float]:
     """Causal self-attention of 4 heads over 2,048 tokens, forward and backward, as views of one product."""
 
     def run(dtype: torch.dtype, inside: torch.dtype) -> None:
@@ -89,7 +90,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}; best of {options.rounds}, in ms\n")
     if options.attention:
-        cells = {(d, t): attention(t, d, options.rounds) for d in (32, 64) for t in (64, 128, 256, 512, 1024)}
+        cells = {(d, t): time_attention(t, d, options.rounds) for d in (32, 64) for t in (64, 128, 256, 512, 1024)}
         names = list(next(iter(cells.values())))
         rows = [[f"{d} wide, {t} long", *[f"{ms[n]:.2f}" for n in names], ""] for (d, t), ms in cells.items()]
         print(format_table([["", *names, ""], *rows]))
@@ -97,7 +98,7 @@ def main() -> int:
     ratios, rows = [], []
     for shape in SHAPES:
         with contextlib.redirect_stderr(None):
-            ms = passes(*shape, options.rounds, options.compile)
+            ms = time_passes(*shape, options.rounds, options.compile)
         # What auto takes: the faster precision, and compiled where the run is long enough for it.
         ratios.append(ms["fp32"] / min(ms.values()))
         cells_of_row = [f"{value:.1f} ({ms['fp32'] / value:.2f}×)" for value in ms.values()]
@@ -106,9 +107,8 @@ def main() -> int:
             rows.insert(0, ["", *ms, ""])
     print(format_table(rows), end="\n\n")
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    passed = mean >= BAR
-    print(f"{'PASS' if passed else 'FAIL'}  the fastest choice is {mean:.2f}× fp32 eager (geometric mean; bar {BAR}×)")
-    return 0 if passed else 1
+    sentence = f"the fastest choice is {mean:.2f}× fp32 eager (geometric mean; bar {BAR}×)"
+    return 0 if print_verdict(mean >= BAR, sentence) else 1
 
 
 if __name__ == "__main__":

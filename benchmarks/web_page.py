@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import torch
+from measuring import print_verdict
 
 import regard
 from regard.export.web_certificate import certify_page
@@ -33,7 +34,7 @@ from regard.text.tokenizer_training import train_tokenizer
 
 SENTENCES = "[polite] Did the kind teacher read a new book yesterday?", "[plain] The cat slept."
 LONG = 1000
-Row = tuple[str, str, bool]  # what, the figure with its bar, whether it is met
+Row = tuple[str, str, bool]  # what, the figure with its bar, whether it passes
 
 
 class Host(SimpleHTTPRequestHandler):
@@ -47,7 +48,7 @@ class Host(SimpleHTTPRequestHandler):
         outputfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: requests are counted."""
+        """Requests are counted instead."""
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def host_folder(folder: Path) -> Iterator[tuple[str, list[int]]]:
 
 @dataclass
 class Visit:
-    """What a visitor sees of a page, and what the host sends."""
+    """Times, texts and errors of a visit to the page, and the bytes that the host sent."""
 
     sent: int = 0
     loading: float = 0.0
@@ -74,8 +75,8 @@ class Visit:
     """Seconds from then until the first answer is on the screen."""
     texts: list[str] = field(default_factory=list)
     """What the model wrote: of the first text, and of a second one without a network."""
-    complaints: list[str] = field(default_factory=list)
-    strangers: list[str] = field(default_factory=list)
+    console_errors: list[str] = field(default_factory=list)
+    other_hosts: list[str] = field(default_factory=list)
     """Addresses on other hosts that the page asked for."""
 
 
@@ -103,10 +104,10 @@ def visit_page(browser: Any, folder: Path, texts: tuple[str, str]) -> Visit:
     context = browser.new_context(viewport={"width": 1440, "height": 900}, locale="en-US")
     page = context.new_page()
     page.set_default_timeout(120_000)
-    page.on("console", lambda said: said.type in ("error", "warning") and seen.complaints.append(said.text))
-    page.on("pageerror", lambda error: seen.complaints.append(str(error)))
+    page.on("console", lambda said: said.type in ("error", "warning") and seen.console_errors.append(said.text))
+    page.on("pageerror", lambda error: seen.console_errors.append(str(error)))
     with host_folder(folder) as (address, sent):
-        page.on("request", lambda asked: _is_own(asked.url, address) or seen.strangers.append(asked.url))
+        page.on("request", lambda asked: _is_own(asked.url, address) or seen.other_hosts.append(asked.url))
         open_text(page, address, texts[0])
         drawn, loaded = (x / 1000 for x in page.evaluate(_DRAWN))
         seen.loading, seen.first = loaded, drawn - loaded
@@ -156,8 +157,8 @@ def translator_rows(browser: Any, run: Path, page: Path) -> list[Row]:
         ("translations equal to Python's", f"{texts['same_text']:.1%} of {texts['shapes']}", texts["same_text"] == 1),
         ("attention weights", f"within {weights['max_abs']:.1e}, bar 1e-4", weights["max_abs"] < 1e-4),
         ("the second visit, offline", repr(seen.texts[1]), seen.texts == expected),
-        ("errors in the console", f"{len(seen.complaints)} {seen.complaints[:2]}", not seen.complaints),
-        ("requests to other hosts", f"{len(seen.strangers)} {seen.strangers[:2]}", not seen.strangers),
+        ("errors in the console", f"{len(seen.console_errors)} {seen.console_errors[:2]}", not seen.console_errors),
+        ("requests to other hosts", f"{len(seen.other_hosts)} {seen.other_hosts[:2]}", not seen.other_hosts),
     ]
 
 
@@ -191,7 +192,7 @@ def long_rows(browser: Any, folder: Path, length: int = LONG) -> list[Row]:
     found = {row["name"]: row for row in certify_page(model, folder, inputs=[text])["comparisons"]}
     seen, n = visit_page(browser, folder, (text, text[:-1])), f"{length:,} tokens"
     tokens, weights = found["page tokens"], found["page weights"]
-    wrong, equal = [*seen.complaints, *seen.strangers], tokens["same_text"] == 1
+    wrong, equal = [*seen.console_errors, *seen.other_hosts], tokens["same_text"] == 1
     return [
         (f"{n}, ids equal to Python's", f"{tokens['same_text']:.1%} of {tokens['shapes']} texts", equal),
         (f"{n}, attention weights", f"within {weights['max_abs']:.1e}, bar 1e-4", weights["max_abs"] < 1e-4),
@@ -214,15 +215,9 @@ def main() -> int:
             lambda: long_rows(browser, Path(name) / "long"),
             lambda: rounded_rows(options.run, Path(name) / "int8"),
         ]
-        met = [print_row(row) for part in parts for row in part()]
+        passed = [print_verdict(good, f"{what}: {figure}") for part in parts for what, figure, good in part()]
         browser.close()
-    return 0 if all(met) else 1
-
-
-def print_row(row: Row) -> bool:
-    what, figure, is_met = row
-    print(f"{'PASS' if is_met else 'FAIL'}  {what}: {figure}", flush=True)
-    return is_met
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":

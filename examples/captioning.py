@@ -19,16 +19,16 @@ def main() -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", help="unless given, the embedded scenes")
     parser.add_argument("--steps", type=int, default=400)
-    asked = parser.parse_args()
-    words = [f"train.steps={asked.steps}", "train.eval_every=0", "train.samples=0", "train.compile=off"]
-    words += [f"data.source={asked.file}"] if asked.file else ["data.epoch_examples=4000", "data.valid_rows=100"]
+    args = parser.parse_args()
+    words = [f"train.steps={args.steps}", "train.eval_every=0", "train.samples=0", "train.compile=off"]
+    words += [f"data.source={args.file}"] if args.file else ["data.epoch_examples=4000", "data.valid_rows=100"]
     with tempfile.TemporaryDirectory() as folder:
         result = regard.train(run_config("caption", [*words, f"train.out={folder}/run"]), style="quiet")
         model = regard.load(f"{folder}/run")
     bleu = result.metrics["bleu_4"]
     print(f"{result.steps} steps, {result.seconds:.0f} s: BLEU-4 {bleu:.1f} on scenes that were held out")
     found = {"bleu": bleu}
-    if asked.file:
+    if args.file:
         return found
     corpus = open_corpus("shapes")
     for place in range(4):

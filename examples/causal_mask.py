@@ -43,13 +43,13 @@ def main() -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", help="a text; unless given, modules of Python's own library")
     parser.add_argument("--steps", type=int, default=200)
-    asked, corpus, found = parser.parse_args(), open_corpus("stdlib"), {}
-    text = Path(asked.file).read_text() if asked.file else "".join(corpus.example("train", n).text for n in range(20))
+    args, corpus, found = parser.parse_args(), open_corpus("stdlib"), {}
+    text = Path(args.file).read_text() if args.file else "".join(corpus.example("train", n).text for n in range(20))
     tokens = torch.tensor(list(text.encode()[:200_000]))
     held_out, seen = tokens.tensor_split([len(tokens) // 5])
     print(f"guessing one of 256 letters costs {math.log(256):.2f} nats")
     for causal, name in ((True, "with the mask"), (False, "without it")):
-        model, loss = train(causal, seen, asked.steps)
+        model, loss = train(causal, seen, args.steps)
         found[causal] = loss, in_use(model, held_out)
         print(f"{name:14} loss in training {loss:.2f}, in use {found[causal][1]:.2f}")
     return found

@@ -21,14 +21,14 @@ def main() -> dict:
     parser.add_argument("file", nargs="?", help="a text, such as Tiny Shakespeare's input.txt")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--prompt")
-    asked = parser.parse_args()
-    prompt = asked.prompt or ("ROMEO:\n" if asked.file else "def ")
+    args = parser.parse_args()
+    prompt = args.prompt or ("ROMEO:\n" if args.file else "def ")
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(asked.file or f"{folder}/stdlib.txt")
-        if not asked.file:
+        source = Path(args.file or f"{folder}/stdlib.txt")
+        if not args.file:
             corpus = open_corpus("stdlib")
             source.write_text("".join(corpus.example("train", n).text for n in range(40)), encoding="utf-8")
-        words = [f"data.source={source}", "data.max_len=256", "model.max_len=256", f"train.steps={asked.steps}"]
+        words = [f"data.source={source}", "data.max_len=256", "model.max_len=256", f"train.steps={args.steps}"]
         words += ["train.samples=0", "train.compile=off", f"train.out={folder}/run"]
         result = regard.train(run_config("lm", words, preset="shakespeare-small"), style="quiet")
         model = regard.load(f"{folder}/run")

@@ -30,27 +30,27 @@ def accuracy_of(n_heads: int, steps: int, seed: int) -> float:
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     rate = torch.optim.lr_scheduler.OneCycleLR(optimiser, 6e-3, total_steps=steps)
     for _ in range(steps):
-        x, wanted = batch(64, generator)
-        loss = F.cross_entropy(model(x)[:, 3:].flatten(0, 1), wanted[:, 3:].flatten())
+        x, targets = batch(64, generator)
+        loss = F.cross_entropy(model(x)[:, 3:].flatten(0, 1), targets[:, 3:].flatten())
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         rate.step()
-    x, wanted = batch(500, generator)
-    return (model.eval()(x).argmax(-1) == wanted)[:, 3:].float().mean().item()
+    x, targets = batch(500, generator)
+    return (model.eval()(x).argmax(-1) == targets)[:, 3:].float().mean().item()
 
 
 def main() -> dict[int, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--heads", default="1,2,4,8")
-    asked, found = parser.parse_args(), {}
+    args, accuracies = parser.parse_args(), {}
     print(f"right by chance: {100 / N**2:.0f} %; knowing one of the two digits: {100 / N:.0f} %")
-    for n_heads in map(int, asked.heads.split(",")):
-        runs = [accuracy_of(n_heads, asked.steps, seed) for seed in (0, 1)]
-        found[n_heads] = sum(runs) / len(runs)
+    for n_heads in map(int, args.heads.split(",")):
+        runs = [accuracy_of(n_heads, args.steps, seed) for seed in (0, 1)]
+        accuracies[n_heads] = sum(runs) / len(runs)
         print(f"{n_heads} × width {64 // n_heads:2}: {100 * runs[0]:.0f} % and {100 * runs[1]:.0f} % right (two seeds)")
-    return found
+    return accuracies
 
 
 if __name__ == "__main__":

@@ -41,13 +41,13 @@ def main() -> dict:
     parser.add_argument("file", nargs="?", help="a long text; unless given, a module of Python's own library")
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--window", type=int, default=128)
-    asked, times, reached = parser.parse_args(), {}, {}
+    args, times, reached = parser.parse_args(), {}, {}
     print("tokens    everything     window")
-    for length in (asked.longest // 8, asked.longest // 4, asked.longest // 2, asked.longest):
-        times[length] = seconds(length, causal()), seconds(length, causal() & window(asked.window))
+    for length in (args.longest // 8, args.longest // 4, args.longest // 2, args.longest):
+        times[length] = seconds(length, causal()), seconds(length, causal() & window(args.window))
         print(f"{length:6} {1e3 * times[length][0]:10.1f} ms {1e3 * times[length][1]:7.1f} ms")
-    text = Path(asked.file).read_text() if asked.file else open_corpus("stdlib").example("train", 0).text
-    tokens = torch.tensor([list(text.encode()[: min(1024, asked.longest)])])
+    text = Path(args.file).read_text() if args.file else open_corpus("stdlib").example("train", 0).text
+    tokens = torch.tensor([list(text.encode()[: min(1024, args.longest)])])
     for n_layers in (1, 2, 4):
         model = regard.build("llama-1b", **SIZES, n_layers=n_layers, window=32)
         reached[n_layers] = reach(model, tokens)

@@ -25,9 +25,9 @@ def attention(q, k, v, scale):
 def main() -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sentence", nargs="?", default="나는 오늘 학교에 간다")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
-    words, d = asked.sentence.split(), 16
+    words, d = args.sentence.split(), 16
     x = torch.randn(len(words), d)  # random vectors stand for the words
     out, weights = attention(x, x, x, 1 / math.sqrt(d))
 

@@ -28,12 +28,12 @@ def by_hand(layer: regard.MultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
 def main() -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=4)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
-    layer = regard.MultiHeadAttention(d_model=64, n_heads=asked.heads, qkv_bias=False).eval()
+    layer = regard.MultiHeadAttention(d_model=64, n_heads=args.heads, qkv_bias=False).eval()
     x = torch.randn(2, 10, 64)
     error = float((layer(x) - by_hand(layer, x)).abs().max())
-    print(f"{asked.heads} heads by hand and in one go differ by {error:.1e}")
+    print(f"{args.heads} heads by hand and in one go differ by {error:.1e}")
 
     sizes = {h: sum(p.numel() for p in regard.MultiHeadAttention(64, h).parameters()) for h in (1, 2, 4, 8, 16)}
     print("parameters by number of heads:", ", ".join(f"{h}: {n:,}" for h, n in sizes.items()))
@@ -50,8 +50,8 @@ def main() -> dict:
         return [round(x, 2) for x in regard.attend(q, k, v).output.flatten().tolist()]
 
     answers = {(pair, heads): answer(pair, heads) for pair in ((0, 3), (1, 2)) for heads in (1, 2)}
-    for (pair, heads), said in answers.items():
-        print(f"looking at words {pair[0] + 1} and {pair[1] + 1} with {heads} head{'s' * (heads > 1)}: {said}")
+    for (pair, heads), answer in answers.items():
+        print(f"looking at words {pair[0] + 1} and {pair[1] + 1} with {heads} head{'s' * (heads > 1)}: {answer}")
     return {"error": error, "sizes": sizes, "answers": answers}
 
 

@@ -41,11 +41,11 @@ def main() -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="unless given, scenes are drawn")
     parser.add_argument("--steps", type=int, default=150)
-    asked, found = parser.parse_args(), {}
+    args, found = parser.parse_args(), {}
     with tempfile.TemporaryDirectory() as place:
-        source = asked.folder or draw(Path(place, "images"), min(1000, 8 * asked.steps))
+        source = args.folder or draw(Path(place, "images"), min(1000, 8 * args.steps))
         for positions in ("sinusoidal", "none"):
-            words = [f"data.source={source}", f"model.positions={positions}", f"train.steps={asked.steps}"]
+            words = [f"data.source={source}", f"model.positions={positions}", f"train.steps={args.steps}"]
             config = run_config("classify-images", [*MODEL, *TRAIN, *words, f"train.out={place}/{positions}"])
             right = regard.train(config, style="quiet").metrics["accuracy"]
             model, x = regard.load(config.train.out), torch.randn(4, 3, 64, 64)

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 import regard
 from regard import cli
 from regard.config import RunConfig
-from regard.errors import BadModelFile, Diverged, RegardError
+from regard.errors import BadModelFile, Diverged, RegardError, UsageError
+from regard.foundation.device import resolve_device
 from regard.models import build
 from regard.recipes import RECIPES
 
@@ -117,6 +118,29 @@ def test_a_failure_is_one_line_and_its_own_exit_code(
     assert said.out == ""
     advice = "; a smaller train.lr or a longer train.warmup often helps" if isinstance(failure, Diverged) else ""
     assert said.err == f"regard: {' '.join(str(failure).split())}{advice}\n"
+
+
+def test_a_hint_that_another_process_gave_is_not_repeated(
+    bench: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    (tmp_path / "runs/demo/run.json").touch()
+    message = "there is no directory 'runs/dem'; did you mean runs/demo?"
+    for said in (message.partition(";")[0], message):
+        fail_with(bench, RegardError(f"the server did not start: {said}"))
+        assert cli.main(["bench", "attention"]) == 1
+        assert capsys.readouterr().err == f"regard: the server did not start: {message}\n"
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert resolve_device("cuda:0") == torch.device("cuda:0")
+    with pytest.raises(UsageError, match=r"^device=cuda:1 is not available on this machine"):
+        resolve_device("cuda:1")
+    with pytest.raises(UsageError, match=r"^device=cuda:first is not a device, such as cuda or cuda:0$"):
+        resolve_device("cuda:first")
 
 
 @pytest.mark.parametrize(

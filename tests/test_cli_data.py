@@ -183,10 +183,15 @@ def test_embedded_corpora(capsys: Said, corpus: str, tokenizer: str, kind: str, 
             "'bpee' is not one of chars, bytes, words, bpe, unigram, nor a tokenizer",
         ),
         (["no-such-file.tsv"], 1, "no-such-file.tsv"),
+        (["labels.csv", "data.columns=0,9"], 1, "columns has 9, but labels.csv has the columns text, label"),
         (["en-ko", "--tokenizer", "missing.json"], 1, "missing.json cannot be read"),
     ],
 )
-def test_what_is_wrong_is_one_line(capsys: Said, words: list[str], code: int, sentence: str) -> None:
+def test_what_is_wrong_is_one_line(
+    capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "labels.csv").write_text("text,label\na cat,good\na dog,bad\n", encoding="utf-8")
     assert describe(*words, *(["data.epoch_examples=10"] if code == 1 and words[0] == "en-ko" else [])) == code
     said = capsys.readouterr()
     assert said.out == ""

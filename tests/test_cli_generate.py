@@ -81,6 +81,13 @@ def test_generate_from_a_file_or_a_pipe(
     assert told(capsys, "generate", path, "--file", file, "--lines", "--max-new-tokens", 5) == "".join(
         f"{text}\n" for text in each
     )
+    for name, encoding in (("utf-16", "auto"), ("cp949", "auto"), ("latin-1", "latin-1")):
+        text = "é" if name == "latin-1" else "한국어 문장입니다"
+        file.write_text(text, encoding=name)
+        expected = regard.generate(path, text, max_new_tokens=2)[0]
+        assert told(capsys, "generate", path, "--file", file, "--encoding", encoding, "--max-new-tokens", 2) == (
+            f"{expected}\n"
+        )
 
 
 def test_every_option_of_generate_reaches_the_model(models: dict[str, Path], capsys: Said) -> None:
@@ -388,10 +395,16 @@ def refused(capsys: Said, code: int, said: str, *words: Any) -> None:
         (["generate", "speaker", "the", "--stop-token", "4000"], 1, "stop holds the unknown token 4000"),
         (["generate", "speaker", "the", "--stop", ""], 1, "holds an empty string"),
         (["generate", "speaker", "the", "--bias", "the"], 2, "--bias 'the' is not TOKEN=NUMBER"),
-        (["generate", "speaker", "the", "--bias", "q=nan"], 1, "must be a finite number"),
+        (["generate", "speaker", "the", "--bias", "q=nan"], 1, "--bias of token"),
+        (["generate", "speaker", "the", "--bias", "=5"], 2, "--bias '=5' is not TOKEN=NUMBER"),
+        (["generate", "speaker", "the", "--column", "text"], 2, "--column text needs a table"),
+        (["generate", "speaker", "the", "--on", "moon"], 2, "regard: --on moon is not one of local, ray"),
+        (["generate", "speaker", "--file", "x.txt", "--encoding", "hex"], 2, "--encoding 'hex': 'hex' is an unknown"),
+        (["translate", "translator", "--file", "x.txt", "--encoding", "hex"], 2, "'hex' is an unknown encoding"),
         (["generate", "speaker", "the", "--file", "x.txt"], 2, "--file x.txt and text are both given"),
         (["generate", "speaker", "--file", "missing.txt"], 1, "missing.txt cannot be read: No such file"),
         (["generate", "speaker", "the", "--device", "moon"], 2, "--device moon is not one of"),
+        (["generate", "speaker", "the", "--device", "cpu:one"], 2, "--device cpu:one is not a device, such as cpu"),
         (["generate", "mute", "the"], 1, "this model has no tokenizer"),
         (["generate", "mute", "the", "--stop-token", "q"], 1, "this model has no tokenizer"),
         (["generate", "classifier", "the"], 1, "writes no text"),

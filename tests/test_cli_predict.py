@@ -140,6 +140,17 @@ def test_new_columns_never_replace_old_ones(models: dict[str, Path], tmp_path: P
     assert row.startswith("the cat,mine,")
 
 
+def test_answers_never_replace_the_file_they_are_made_from(
+    models: dict[str, Path], reviews: Path, tmp_path: Path, capsys: Said
+) -> None:
+    before, link = reviews.read_bytes(), tmp_path / "link.csv"
+    link.symlink_to(reviews)
+    for out in (reviews, link):
+        assert run("classify", models["classifier"], "--file", reviews, "--out", out) == 2
+        assert f"--out {out} is the file to read" in capsys.readouterr().err
+    assert reviews.read_bytes() == before
+
+
 def test_a_threshold_leaves_uncertain_labels_blank(models: dict[str, Path], reviews: Path, capsys: Said) -> None:
     sure = regard.classify(models["classifier"], REVIEWS[0][0])[0].probability
     for threshold, label in ((sure - 1e-4, expected_labels(models)[0]), (sure + 1e-4, "")):

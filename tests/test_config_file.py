@@ -77,6 +77,9 @@ def test_another_runs_own_config_starts_a_run_of_its_own(tmp_path: Path) -> None
         ("a.yaml", "[" * 5000, "it is nested too deeply"),
         ("a.toml", "a = ", "Invalid value"),
         ("a.yaml", b"\xff", "'utf-8' codec can't decode"),
+        ("a.json", '{"task": ["lm"]}', "task is a name, not ['lm']"),
+        ("a.json", '{"task": 3}', "task is a name, not 3"),
+        ("a.yaml", "task: lm\npreset: [stdlib, shapes]", "preset is a name, not ['stdlib', 'shapes']"),
     ],
 )
 def test_what_is_wrong_names_the_file(tmp_path: Path, name: str, text: str | bytes, sentence: str) -> None:
@@ -85,6 +88,15 @@ def test_what_is_wrong_names_the_file(tmp_path: Path, name: str, text: str | byt
     with pytest.raises(UsageError) as raised:
         load_config_file(file)
     assert str(raised.value).startswith(f"{file}: {sentence}")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"), [(".yaml", "task: lm"), (".toml", "task = 'lm'"), (".json", '{"task": "lm"}')]
+)
+def test_a_byte_order_mark_is_not_part_of_the_file(tmp_path: Path, suffix: str, text: str) -> None:
+    file = tmp_path / f"a{suffix}"
+    file.write_text(text, encoding="utf-8-sig")
+    assert run_config(config_file=file).task == "lm"
 
 
 def test_a_merge_key_takes_over_fields_and_own_ones_win() -> None:

@@ -222,6 +222,13 @@ def test_a_file_runs_in_a_process_of_its_own_which_ends(state: Path) -> None:
     assert check_file(exercise, Path("gone.py")).sentence == "Python ended before greedy returned (exit code 3)."
 
 
+def test_a_file_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "exercise_1_1.py"
+    file.write_text("# 한국어\n", encoding="cp949")
+    assert main(["learn", "check", "1.1", str(file)]) == 2
+    assert capsys.readouterr().err == f"regard: {file} is not UTF-8 text\n"
+
+
 def test_a_notebook_has_the_task_the_gap_and_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["learn", "start", "8.1", "--notebook"]) == 0
     notebook = json.loads(Path("exercise_8_1.ipynb").read_text(encoding="utf-8"))

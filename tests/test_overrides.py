@@ -68,6 +68,7 @@ def test_a_value_is_what_its_field_says(word: str, value: Any) -> None:
 
 
 def test_numbers_of_columns_are_numbers_in_the_config() -> None:
+    assert DataConfig(columns="²,1").columns == ("²", 1)  # a digit, but not a decimal one
     assert DataConfig(**parse_overrides(["data.columns=0,en"])["data"]).columns == (0, "en")
 
 
@@ -111,6 +112,7 @@ def test_short_forms() -> None:
         (["train.checkpointing=maybe"], "train.checkpointing=maybe is neither true nor false"),
         (["train.optimiser=adm"], "train.optimiser=adm is not one of adam, adamw, muon; did you mean adam?"),
         (["model.d_box=3"], "model.d_box=3 is not one of 0, 4, 5"),
+        (["model.rope_scaling={}"], "model.rope_scaling={}: the field 'kind' is missing"),
         (["model.rope_scaling=yarn"], 'model.rope_scaling=yarn must be JSON, {"field": value}'),
         (["train.seed=1", "train.seed=2"], "train.seed is given twice: train.seed=1 and train.seed=2"),
         (["train.seed=1"] * 2, "train.seed is given twice: train.seed=1 and train.seed=1"),
@@ -141,6 +143,10 @@ def test_only_the_sections_asked_for() -> None:
     ("section", "config", "fields", "sentence"),
     [
         ("train", TrainConfig, {"steps": 0}, "train.steps=0 must be at least 1"),
+        ("train", TrainConfig, {"eval_batches": 0}, "train.eval_batches=0 must be at least 1"),
+        ("train", TrainConfig, {"stop_at": -1}, "train.stop_at=-1 must be at least 1"),
+        ("train", TrainConfig, {"lora_alpha": -3.0}, "train.lora_alpha=-3.0 must be a positive number"),
+        ("data", DataConfig, {"encoding": "hex"}, "data.encoding='hex': 'hex' is an unknown encoding"),
         ("model", ModelConfig, {"d_model": 10, "n_heads": 3}, "model.d_model=10 is not divisible by n_heads=3"),
         ("model", ModelConfig, {"architecture": "encoder"}, "model: head='lm' needs a decoder"),
     ],

@@ -1,7 +1,7 @@
-"""The documents as a site, English at its root and Korean below ko/: `make docs` writes build/site.
+"""The documentation as a site, English at its root and Korean below ko/: `make docs` writes build/site.
 
 Material for MkDocs builds each language from a staged copy of docs/, with search in its own language. Formulas become
-MathML, so no page asks another host for anything. A warning fails the build, and so does a link that leads nowhere.
+MathML, so that no page loads anything from another host. A warning or a dead link fails the build.
 This file is also MkDocs' hook (`on_page_markdown`, `on_page_content`).
 """
 
@@ -23,7 +23,7 @@ from regard.web.watch_page import write_watch_page
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-# Sections of the site by their titles, and the pages in them; a Korean page has its English one's name.
+# Titles of the sections and their pages; a Korean page has the name of the English one.
 SECTIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("Start", "시작"): ("README.md",),
     ("Learn", "배우기"): (
@@ -37,10 +37,10 @@ SECTIONS: dict[tuple[str, str], tuple[str, ...]] = {
     ("Research", "연구"): ("research.md", "ablations.md", "results.md", "cost.md", "performance.md"),
     ("Sources", "소스"): ("architecture.md", "api.md", "trust.md", "contributing.md", "changelog.md", "examples.md"),
 }
-# Pages that stand elsewhere in the repository.
+# Pages from outside docs/.
 ELSEWHERE = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "examples.md": "examples/README.md"}
 LANGUAGES = ("en", "ko")
-# What of the generated reference of the API is not from docstrings, in Korean.
+# Korean headings of the generated API reference; its descriptions are English docstrings.
 API_HEADINGS = {
     "# API reference\n": "# API 레퍼런스\n",
     "Generated from signatures and docstrings by `python tests/test_api.py --update`.": (
@@ -62,7 +62,7 @@ API_HEADINGS = {
 }
 # The page that trains (`regard learn watch`): where its sources are, and where the site has it.
 WATCH_SOURCE, WATCH_PAGE = ROOT / "src" / "regard" / "web" / "static" / "watch" / "index.html", "watch/index.html"
-# What the theme leaves too faint: section names, colours of code, and links that only their colour tells from text.
+# More contrast than the theme has, for section names and code; and underlined links.
 STYLE_FILE = "site.css"
 STYLE = """\
 .md-tabs__link { opacity: 1 }
@@ -78,25 +78,25 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def source_of(page: str, language: str) -> Path:
-    """The file of a page of the site; the reference of the API is one file, which `in_korean` gives Korean headings."""
+    """The source file of a page; the API reference has one file for both languages (`in_korean`)."""
     if language == "en":
         return ROOT / ELSEWHERE[page] if page in ELSEWHERE else DOCS / page
     return DOCS / page if page == "api.md" else DOCS / "ko" / page
 
 
 def pages_of(language: str) -> dict[str, Path]:
-    """The pages of a language that there are, in the order of the site."""
+    """The existing pages of a language, in the order of the site."""
     named = {page: source_of(page, language) for section in SECTIONS.values() for page in section}
     return {page: file for page, file in named.items() if file.is_file()}
 
 
 def in_one_language() -> list[str]:
-    """Pages that lack the other language."""
+    """Pages that exist in one language only."""
     return sorted(pages_of("en").keys() ^ pages_of("ko").keys())
 
 
 def in_korean(reference: str) -> str:
-    """The generated reference of the API under Korean headings; docstrings stay English, and the page says so."""
+    """The generated API reference with Korean headings; docstrings stay English, and the page says so."""
     for english, korean in API_HEADINGS.items():
         if english not in reference:
             raise ValueError(f"docs/api.md no longer has {english!r}: tools/docs_site.py names its headings")
@@ -105,7 +105,7 @@ def in_korean(reference: str) -> str:
 
 
 def relink(text: str, page: str, language: str) -> str:
-    """A page's text, its links led to where the site has their targets; those to other files become plain text."""
+    """A page's text with its links changed to the site's addresses; links to files outside it become plain text."""
     here, by_file = pages_of(language), {file: (page, of) for of in LANGUAGES for page, file in pages_of(of).items()}
     by_file |= {file: (page, language) for page, file in here.items()}  # one file may be a page of both
     file = here[page]
@@ -217,7 +217,7 @@ def settings(language: str, staged: Path, site: Path) -> dict[str, Any]:
 
 
 def build(site: Path, staged: Path) -> None:
-    """Both languages. A warning ends it."""
+    """Build both languages; a warning raises an exception."""
     from mkdocs.commands.build import build as build_site
     from mkdocs.config import load_config
 
@@ -232,7 +232,7 @@ def build(site: Path, staged: Path) -> None:
 
 
 class _Page(HTMLParser):
-    """What a page links to, and the names in it."""
+    """The links of a page, and the anchors in it."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class _Page(HTMLParser):
 
 
 def dead_links(site: Path) -> Iterator[str]:
-    """Links and pictures of the site that lead nowhere, and anything that another host would have to give."""
+    """Dead links and missing pictures of the site, and everything that its pages load from another host."""
     pages = {file: _Page(file) for file in site.rglob("*.html") if file.name != "404.html"}
     for file, page in pages.items():
         for link in page.links:

@@ -1,7 +1,7 @@
 """Each chapter of docs/learn as a Jupyter notebook, in both languages: `make notebooks`.
 
-Prose becomes Markdown cells. What is typed becomes code cells, one for each answer the page shows, so that a notebook
-shows the same answers. They are generated and never committed.
+Prose becomes Markdown cells. The input of a session becomes code cells, one for each output on the page, so that a
+notebook shows the same outputs. Notebooks are generated and never committed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Cell = tuple[str, str]  # "markdown" or "code", and its text
 
 
 def cells_of(page: Path, folder: Path) -> list[Cell]:
-    """The cells of a page for a notebook in a folder, where relative links must still lead to the sources."""
+    """The cells of a page for a notebook in ``folder``, with relative links changed accordingly."""
     text, cells, end = page.read_text(encoding="utf-8"), list[Cell](), 0
     for found in FENCE.finditer(text):
         cells += _prose(text[end : found.start()], page, folder)
-        code = [found[2]] if found[1] == "python" else _answers(found[2])
+        code = [found[2]] if found[1] == "python" else _split_session(found[2])
         cells += [("code", part) for part in code]
         end = found.end()
     return [*cells, *_prose(text[end:], page, folder)]
@@ -44,8 +44,8 @@ def _prose(text: str, page: Path, folder: Path) -> list[Cell]:
     return [("markdown", LINK.sub(relative, text.strip()))] if text.strip() else []
 
 
-def _answers(session: str) -> list[str]:
-    """What is typed in a session, cut after each example that shows an answer."""
+def _split_session(session: str) -> list[str]:
+    """The input of a session, split after each example that has an output."""
     parts, so_far = list[str](), ""
     for example in doctest.DocTestParser().get_examples(session):
         so_far += example.source

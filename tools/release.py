@@ -1,8 +1,8 @@
-"""What stands behind a release: hashes of everything that is installed, a list of it, and a wheel anyone can rebuild.
+"""Files of a release: the hashes of all dependencies, a list of them (SBOM), and a reproducible wheel.
 
-python tools/release.py lock     # requirements.lock: every pin of constraints.txt with the hashes that PyPI has of it
-python tools/release.py sbom     # dist/regard.cdx.json: what regard needs, as CycloneDX JSON, from what is installed
-python tools/release.py wheel    # dist/regard-….whl: the same bytes from the same sources, anywhere
+python tools/release.py lock     # requirements.lock: every pin of constraints.txt with its hashes on PyPI
+python tools/release.py sbom     # dist/regard.cdx.json: the installed dependencies of regard, as CycloneDX JSON
+python tools/release.py wheel    # dist/regard-….whl: the same bytes on every machine
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_lock(file: Path = ROOT / "requirements.lock") -> dict[tuple[str, str], 
 
 
 def requirements(package: Distribution, extras: tuple[str, ...] = ()) -> Iterator[str]:
-    """Names of what a package needs on this machine."""
+    """Names of the packages that a package requires on this machine."""
     from packaging.requirements import Requirement
 
     for text in package.requires or ():
@@ -95,7 +95,7 @@ def requirements(package: Distribution, extras: tuple[str, ...] = ()) -> Iterato
 
 
 def needed(extras: tuple[str, ...] = EXTRAS) -> dict[str, tuple[Distribution, list[str]]]:
-    """Everything that regard needs, and what each of it needs in turn; what is not installed is left out."""
+    """The installed packages that regard requires, directly or not, each with its own requirements."""
     found: dict[str, tuple[Distribution, list[str]]] = {}
     todo = ["regard"]
     while todo:
@@ -112,7 +112,7 @@ def needed(extras: tuple[str, ...] = EXTRAS) -> dict[str, tuple[Distribution, li
 
 
 def sbom() -> dict[str, Any]:
-    """CycloneDX 1.6; without the time, so that the same installation gives the same document."""
+    """The SBOM as CycloneDX 1.6, without a time stamp, so that the same installation gives the same document."""
     hashes, packages = read_lock(), needed()
 
     def reference(name: str) -> str:
@@ -157,7 +157,7 @@ def write_sbom() -> None:
 
 
 def build_wheel(tree: Path = ROOT, folder: Path = ROOT / "dist") -> Path:
-    """A wheel whose bytes follow from the sources: their order, times and permissions are set, not found."""
+    """Build a wheel whose bytes depend on the sources only: order, times and permissions of its files are fixed."""
     environment = {**os.environ, "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH", "1577836800")}
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

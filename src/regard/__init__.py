@@ -50,48 +50,15 @@ _EXPORTS = {
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
+# fmt: off
 __all__ = [
-    "PRESETS",
-    "RECIPES",
-    "ActivationRecord",
-    "AttentionMap",
-    "Cost",
-    "DataConfig",
-    "Frame",
-    "Look",
-    "Model",
-    "ModelConfig",
-    "MultiHeadAttention",
-    "RunConfig",
-    "TrainConfig",
-    "ablate",
-    "answer",
-    "attend",
-    "back_translate",
-    "build",
-    "caption",
-    "capture",
-    "check",
-    "classify",
-    "cost",
-    "distill",
-    "embed",
-    "evaluate",
-    "explain",
-    "export",
-    "generate",
-    "load",
-    "look",
-    "preset",
-    "record",
-    "register_model",
-    "resume",
-    "stream",
-    "tag",
-    "train",
-    "translate",
+    "PRESETS", "RECIPES", "ActivationRecord", "AttentionMap", "Cost", "DataConfig", "Frame", "Look", "Model",
+    "ModelConfig", "MultiHeadAttention", "RunConfig", "TrainConfig", "ablate", "answer", "attend", "back_translate",
+    "build", "caption", "capture", "check", "classify", "cost", "distill", "embed", "evaluate", "explain", "export",
+    "generate", "load", "look", "preset", "record", "register_model", "resume", "stream", "tag", "train", "translate",
     "zero_shot",
 ]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:

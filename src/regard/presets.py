@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .config import ModelConfig
 from .config.config_file import load_package_data
 from .config.overrides import check_fields
-from .foundation.checks import nearest_name
+from .foundation.checks import did_you_mean
 
 
 @cache
@@ -23,8 +23,7 @@ def preset(name: str, **fields: Any) -> ModelConfig:
     """The config of a preset, with ``fields`` overridden."""
     presets = load_presets()
     if name not in presets:
-        nearest = nearest_name(name, presets, dotted=False)
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
+        hint = did_you_mean(name, presets, dotted=False, quoted=True)
         raise ValueError(f"there is no preset {name!r}{hint} (all: {', '.join(presets)})")
     return ModelConfig(**{**presets[name], **fields})
 

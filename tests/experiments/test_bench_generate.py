@@ -45,6 +45,7 @@ def test_what_does_not_fit_or_writes_nothing() -> None:
     ("words", "said"),
     [
         ("--weights fp8", "'fp8' is not one of fp32, bf16, int8"),
+        ("--weights ,", "'' is not one of fp32, bf16, int8"),
         ("--batch 0", "'0' is not a comma-separated list of positive whole numbers"),
         ("--device tpu", "--device tpu is not one of"),
     ],

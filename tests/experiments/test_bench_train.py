@@ -37,6 +37,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "said"),
     [
         ("gpt2 --peers jax", "'jax' is not one of regard, torch, transformers"),
+        ("gpt2 --peers ,", "'' is not one of regard, torch, transformers"),
+        ("gpt2 model.n_heads=7", "d_model=768 is not divisible by n_heads=7"),
+        ("gpt3", "there is no preset 'gpt3'; did you mean 'gpt2'?"),
+        ("gpt2 model=bert-base", "model=bert-base: name the model first, regard bench train bert-base"),
         ("gpt2 --length 5000 --device cpu", "5000 tokens do not fit into max_len=1024 of gpt2"),
         ("bert-base", "bert-base is not a decoder or encoder-decoder of text"),
     ],

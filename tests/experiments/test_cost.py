@@ -593,6 +593,8 @@ def test_a_picture_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
         (("gpt2", "model.n_head=4"), "there is no model.n_head; did you mean model.n_heads?"),
         (("gpt2", "data.source=x"), "only model.* and train.* can be given here"),
         (("gpt2", "model=bert-base"), "name the model first"),
+        (("gpt2", "--batch", "0"), "regard: --batch 0 must be at least 1"),
+        (("gpt2", "--cache", "fp8"), "regard: --cache 'fp8' is not one of fp32, bf16, int8"),
     ],
 )
 def test_bad_words_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], complaint: str) -> None:

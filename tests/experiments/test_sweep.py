@@ -347,6 +347,22 @@ def written_down(out: Path, **fields: Any) -> None:
     (out / "sweep.json").write_text(json.dumps(sweep.to_dict()))
 
 
+def test_without_a_finished_run_nothing_is_drawn_or_tested(tmp_path: Path) -> None:
+    written_down(tmp_path / "out")
+    report = write_report(tmp_path / "out")
+    assert report.conclusions()[0] == "no run is finished"
+    assert report.to_text().endswith(f"{tmp_path / 'out'}/table.md")
+    assert not (tmp_path / "out/results.png").exists()
+
+
+def test_a_missing_test_file_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    (tmp_path / "a.en").touch()
+    sweep = replace(sweep_of(seeds=(0,)), tests={"test": f"{tmp_path / 'a.en'},{tmp_path / 'a.de'}"})
+    with pytest.raises(UsageError, match=r"^the examples test=.*: there is no file .*a\.de$"):
+        run_sweep(sweep, tmp_path / "out", jobs=1)
+    assert not (tmp_path / "out/cells").exists()
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"base_words": (*TINY, "model.mixer=strange:Mine")}, {"cells": (Cell("mine", ("model.mixer=strange:Mine",)),)}],
@@ -374,6 +390,14 @@ def test_a_directory_never_has_anything_imported(strangers: Path, fields: dict[s
     stored = Sweep.read(out)
     assert stored.config(stored.rows[-1]).model.mixer == "strange:Mine"
     assert "mine" in {row.cell.name for row in write_report(out).rows} or not stored.cells
+
+
+def test_a_model_class_that_only_a_directory_names_is_not_imported(strangers: Path) -> None:
+    out = strangers / "out"
+    written_down(out, base_words=(*TINY, "model.model_class=strange:Mine"))
+    with pytest.raises(BadModelFile, match=r"model_class='strange:Mine' is not registered.*REGARD_MODELS=strange:Mine"):
+        ablate(out, report_only=True)
+    assert not (strangers / "ran").exists()
 
 
 def test_what_was_typed_is_imported_and_the_directory_then_goes_on(strangers: Path) -> None:

@@ -48,6 +48,9 @@ def test_what_goes_wrong_is_counted_and_said(api: ServedApi, tmp_path: Path, cap
     assert "cannot serve these requests: 404 model 'nobody'" in capsys.readouterr().err
     assert main(["bench", "serve", "http://127.0.0.1:9"]) == 1
     assert "does not serve the API" in capsys.readouterr().err
+    for address in ("http://127.0.0.1:99999", "http://[::1", "http://"):
+        assert main(["bench", "serve", address]) == 1
+        assert f"{address} is not the address of a server" in capsys.readouterr().err
     assert main(["bench", "serve", api.url, "--clients", "none"]) == 2
 
 

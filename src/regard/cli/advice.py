@@ -13,37 +13,17 @@ from regard.errors import Diverged
 from regard.foundation.checks import did_you_mean, nearest_name
 
 _MODEL_COMMANDS = (
-    *(
-        "generate",
-        "translate",
-        "backtranslate",
-        "classify",
-        "caption",
-        "embed",
-        "answer",
-        "look",
-        "export",
-        "serve",
-        "info",
-        "eval",
-    ),
-    "cost",
+    *("generate", "translate", "backtranslate", "classify", "caption", "embed", "answer", "look", "export", "serve"),
+    *("info", "eval", "cost"),
 )
-# The command for a task, if their names differ.
-_COMMAND_OF_TASK = {
-    "lm": "generate",
-    "sft": "generate",
-    "dpo": "generate",
-    "classify-images": "classify",
-    "tag": "classify",
-    "contrast": "classify",
-    "mlm": "look",
-    "features": "look",
+_COMMAND_OF_TASK = {  # if their names differ
+    **dict.fromkeys(("lm", "sft", "dpo"), "generate"),
+    **dict.fromkeys(("classify-images", "tag", "contrast"), "classify"),
+    **dict.fromkeys(("mlm", "features"), "look"),
 }
 _UNABLE = (
     *("does not continue", "does not translate", "does not caption", "but classification needs", "writes no text"),
-    "does not embed",
-    "not text: regard.",
+    *("does not embed", "not text: regard."),
 )
 _MAX_ENTRIES = 500
 _OPTION_SPELLINGS = {  # spelling in the library: on the command line
@@ -52,6 +32,7 @@ _OPTION_SPELLINGS = {  # spelling in the library: on the command line
     "truncate=True": "--truncate",
     ", with sample=False": "",
     "or sample=True": "or --temperature T",
+    "logit_bias": "--bias",
 }
 
 
@@ -60,7 +41,7 @@ def advise(command_line: Sequence[str], failure: Exception) -> str:
     message = str(failure)
     words = [word for word in command_line[1:] if not word.startswith("-")]
     command = words[0] if words else ""
-    if match := re.search(r"there is no (?:run and no model )?directory '?([^';]+)'?", message):
+    if match := re.search(r"(?<!written: )there is no (?:run and no model )?directory '?([^';]+)'?", message):
         return _advise_directory(match[1], command)
     if match := re.match(r"(.+) has no run\.json, so it is not a training run", message):
         if (Path(match[1]) / "config.json").is_file():
@@ -96,7 +77,7 @@ def in_command_line_terms(message: str) -> str:
     """A message with the library's options spelt as on the command line."""
     for library, option in _OPTION_SPELLINGS.items():
         message = message.replace(library, option)
-    return message
+    return re.sub(r"^on=", "--on ", message)
 
 
 def _advise_directory(path: str, command: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,37 +77,55 @@ def predict(
     """Answer records and print the answers or write them to a file; without records, answer stdin line by line."""
     if hand_over(answerer):
         return
-    from regard.data.record_files import row_encoder, text_records
     from regard.generation import bulk_prediction as bulk
 
     if records is None:
         if out is not None:
             raise UsageError(f"--stream answers on stdout: leave out --out {out}")
-        for number, text in zip(count(1), terminal.stdin_lines(), strict=False):
-            record = text_records([text], "stdin", number)
-            bulk.check_records(record, answerer.check)
-            ((_, answer),) = next(bulk.answer_records(record.read(), answerer, 1))
-            line = terminal.one_line(answerer.line(answer))
-            _write(json.dumps({"input": text, **answer}, ensure_ascii=False) if as_json else line)
+        _answer_stdin(answerer, as_json)
         return
     if records.form == "parquet" and out is None and not as_json:
         raise UsageError(f"{records.name} cannot be printed: give --out F.parquet or --json")
     summary = bulk.check_records(records, answerer.check)  # raises before anything is written if a record is refused
-    unit = "lines" if records.form == "lines" else "rows"
     if out is not None:
         settings = {"model": model, "weights": bulk.newest_weights(model), **settings}
         options: dict[str, Any] = {"batch_size": _LINES_AT_ONCE, "progress": terminal.progress}
         with answer_elsewhere(ctx, n_batches=-(-summary.n_rows // _LINES_AT_ONCE)) as options["answer_batches"]:
             bulk.predict_to_file(records, answerer, summary, out, settings=settings, **options)
-        if as_json:
-            terminal.print_json({"model": model, **document, "out": str(out), **summary.to_dict()})
+        document |= {"out": str(out), **summary.to_dict()}
+    else:
+        document["results"] = _answer_records(records, answerer, summary.n_rows, as_json)
+    if as_json:
+        terminal.print_json({"model": model, **document})
+    if out is not None or summary.n_cut:
+        terminal.progress(f"{summary.to_text(max_len)}{'' if out is None else f'; wrote {out}'}")
+
+
+def _answer_stdin(answerer: Answerer, as_json: bool) -> None:
+    """Answer each line of stdin as it arrives."""
+    from regard.data.record_files import text_records
+    from regard.generation import bulk_prediction as bulk
+
+    for number, text in enumerate(terminal.stdin_lines(), start=1):
+        record = text_records([text], "stdin", number)
+        bulk.check_records(record, answerer.check)
+        ((_, answer),) = next(bulk.answer_records(record.read(), answerer, 1))
+        line = terminal.one_line(answerer.line(answer))
+        _write(json.dumps({"input": text, **answer}, ensure_ascii=False) if as_json else line)
+
+
+def _answer_records(records: Records, answerer: Answerer, n_rows: int, as_json: bool) -> list[Answer]:
+    """Answer records and print them as lines or as the table that they came from; with ``as_json``, return them."""
+    from regard.data.record_files import row_encoder
+    from regard.generation import bulk_prediction as bulk
+
     results: list[Answer] = []
     new, join = bulk.table_rows(records, answerer)
     encode = row_encoder(records.form, records, new)
     is_table, n_done = records.form not in ("lines", "folder"), 0
-    if is_table and out is None and not as_json:
+    if is_table and not as_json:
         _write(encode(None).decode(), end="")
-    for answered in bulk.answer_records(records.read(), answerer, _LINES_AT_ONCE) if out is None else ():
+    for answered in bulk.answer_records(records.read(), answerer, _LINES_AT_ONCE):
         n_done += len(answered)
         if as_json:
             results += [{"input": record.text, **answer} for record, answer in answered]
@@ -117,11 +134,8 @@ def predict(
         else:
             _write("\n".join(_with_name(records, *pair, answerer) for pair in answered))
         if records.name:
-            terminal.progress(f"{n_done:,} of {summary.n_rows:,} {unit}")
-    if as_json and out is None:
-        terminal.print_json({"model": model, **document, "results": results})
-    if out is not None or summary.n_cut:
-        terminal.progress(f"{summary.to_text(max_len)}{'' if out is None else f'; wrote {out}'}")
+            terminal.progress(f"{n_done:,} of {n_rows:,} {'lines' if records.form == 'lines' else 'rows'}")
+    return results
 
 
 def _with_name(records: Records, record: Record, answer: Answer, answerer: Answerer) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,12 +101,34 @@ bench_app = typer.Typer(
 )
 
 
+def _parse_names(text: str, option: str, known: Sequence[str]) -> list[Any]:
+    """`fp32,int8` → [fp32, int8]; at least one of the known names."""
+    names = split_commas(text)
+    for name in names or [""]:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(known)}", param_hint=option)
+    return names
+
+
 def _parse_numbers(text: str, option: str) -> list[int]:
     """`512,1024` → [512, 1024]."""
     words = split_commas(text)
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise typer.BadParameter(f"{text!r} is not a comma-separated list of positive whole numbers", param_hint=option)
     return [int(word) for word in words]
+
+
+def _parse_words(words: list[str] | None, command: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a model and of its training that overrides set; values that are wrong in any run are refused."""
+    from regard.config import ModelConfig, TrainConfig
+    from regard.config.overrides import PRESET, build_section, parse_overrides
+
+    fields = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
+    model, train = fields.get("model", {}), fields.get("train", {})
+    if PRESET in model:
+        raise UsageError(f"model={model[PRESET]}: name the model first, {command} {model[PRESET]}")
+    build_section("train", TrainConfig, train)
+    return model, train
 
 
 @bench_app.command("attention")
@@ -165,13 +188,11 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Measure generation: time to the first token, time of each further token, tokens per second."""
-    batches, beams, kinds = (_parse_numbers(batch, "--batch"), _parse_numbers(beam, "--beam"), split_commas(weights))
+    batches, beams = _parse_numbers(batch, "--batch"), _parse_numbers(beam, "--beam")
     from regard import PRESETS, build
     from regard.experiments.bench_generate import WEIGHTS, bench_generate
 
-    for kind in kinds:
-        if kind not in WEIGHTS:
-            raise typer.BadParameter(f"{kind!r} is not one of {', '.join(WEIGHTS)}", param_hint="--weights")
+    kinds = _parse_names(weights, "--weights", WEIGHTS)
     is_preset = model in PRESETS and not Path(model).exists()
     opened = build(model, device=terminal.device_name(device)) if is_preset else terminal.open_model(model, device)
     result = bench_generate(
@@ -179,7 +200,7 @@ def generate(
         model,
         batches=batches,
         beams=beams,
-        weights=kinds,  # type: ignore[arg-type]  # checked against WEIGHTS above
+        weights=kinds,
         n_prompt=prompt,
         n_new=new,
         progress=terminal.progress,
@@ -206,19 +227,15 @@ def bench_training(
 
     Words change the model (model.n_layers=4), the precision (train.precision=bf16) and compilation (train.compile=on).
     """
-    from regard.config import ModelConfig, TrainConfig
-    from regard.config.overrides import build_section, parse_overrides
+    from regard.config import TrainConfig
     from regard.experiments.bench_train import CONTENDERS, bench_train
     from regard.experiments.cost import resolve_model
 
-    contenders = split_commas(peers)
-    for peer in contenders:
-        if peer not in CONTENDERS:
-            raise typer.BadParameter(f"{peer!r} is not one of {', '.join(CONTENDERS)}", param_hint="--peers")
-    overrides = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
-    recipe = build_section("train", TrainConfig, overrides.get("train", {}))
-    _, config, _ = resolve_model(model, dict(overrides.get("model", {})))
+    contenders = _parse_names(peers, "--peers", CONTENDERS)
+    model_fields, train_fields = _parse_words(words, "regard bench train")
+    recipe = TrainConfig(**train_fields)
     with terminal.usage_errors("length"):
+        _, config, _ = resolve_model(model, model_fields)
         result = bench_train(
             config,
             model,
@@ -226,7 +243,7 @@ def bench_training(
             length=length,
             precision=recipe.precision,
             compile=None if recipe.compile == "auto" else recipe.compile == "on",
-            contenders=contenders,  # type: ignore[arg-type]  # checked against CONTENDERS above
+            contenders=contenders,
             steps=steps,
             device=terminal.device_name(device),
             progress=terminal.progress,
@@ -297,14 +314,7 @@ def cost(
 
     Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
     """
-    from regard.config import ModelConfig, TrainConfig
-    from regard.config.overrides import build_section, parse_overrides
-
-    overrides = parse_overrides(words or [], sections={"model": ModelConfig, "train": TrainConfig})
-    model = dict(overrides.get("model", {}))
-    if "preset" in model:
-        raise UsageError(f"model={model['preset']}: name the model first, regard cost {model['preset']}")
-    build_section("train", TrainConfig, overrides.get("train", {}))  # refuses values that are wrong in any run
+    model_fields, train_fields = _parse_words(words, "regard cost")
     from regard.experiments.cost import cost as compute_cost
     from regard.experiments.cost import resolve_model
     from regard.experiments.cost_report import CostComparison, check_plot
@@ -319,14 +329,14 @@ def cost(
             batch,
             length,
             source_length=source_length,
-            train=recipe.with_(**overrides.get("train", {})),
+            train=recipe.with_(**train_fields),
             device=device,
             cache=cache,  # type: ignore[arg-type]  # checked by cost()
             **fields,
         )
 
     with terminal.usage_errors("batch", "length", "source_length", "device", "cache"):
-        first = cost_of(config, model)
+        first = cost_of(config, model_fields)
         result = first if compare is None else CostComparison(first, cost_of(compare, {}))
     if plot is not None:
         terminal.progress(f"wrote {first.draw(plot)}")

@@ -16,30 +16,15 @@ from .options import AsJson, argument, flag, option
 from .terminal import split_commas
 
 KINDS = (
-    "onnx",
-    "onnx-int8",
-    "hf",
-    "ctranslate2",
-    "gguf",
-    "gguf-f16",
-    "gguf-bf16",
-    "gguf-q8_0",
-    "int8",
-    "safetensors",
-    "web",
-    "web-int8",
+    *("onnx", "onnx-int8", "hf", "ctranslate2", "gguf", "gguf-f16", "gguf-bf16", "gguf-q8_0", "int8", "safetensors"),
+    *("web", "web-int8"),
 )
 
 
 def export(
     model: Annotated[str, argument("MODEL", "A run, RUN@STEP, or a model directory.", completion.models)],
     kind: Annotated[
-        str,
-        argument(
-            "KIND",
-            f"{', '.join(KINDS)}; several separated by commas.",
-            completion.choices(*KINDS),
-        ),
+        str, argument("KIND", f"{', '.join(KINDS)}; several separated by commas.", completion.choices(*KINDS))
     ],
     path: Annotated[Path, argument("PATH", "The directory to write, completely or not at all.")],
     check: Annotated[

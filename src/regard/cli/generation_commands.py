@@ -96,17 +96,14 @@ def generate(
 
     A model with a chat template, such as one from `regard train sft`, answers the prompt as a message.
     """
-    options = {name: ctx.params[name] for name in _SEARCH_OPTIONS if ctx.params[name] is not None}
+    options = terminal.check_generation(**{name: ctx.params[name] for name in _SEARCH_OPTIONS})
     from regard.data.record_files import form_of
-    from regard.generation import GenerateConfig
     from regard.generation.text_generation import check_can_continue
 
-    with terminal.usage_errors(*options):
-        GenerateConfig(**options)
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     check_workers(ctx)
     is_bulk = lines or stream or out is not None or (file is not None and form_of(file) != "lines")
-    text = None if is_bulk else terminal.read_prompt(prompt, file)
+    text = None if is_bulk else terminal.read_prompt(prompt, file, column, encoding)
     opened = terminal.open_model(model, device, engine, dtype)
     check_can_continue(opened)
     options |= {**without_none(prefix=prefix), "truncate": truncate, **_token_options(opened, stop, stop_token, bias)}
@@ -117,11 +114,8 @@ def generate(
         answerer = _prompt_answerer(opened, options, echo, as_inputs)
         typed = None if prompt is None else [prompt]
         source = terminal.read_records(typed, file, column, encoding, stream=stream)
-        settings = {
-            name: value
-            for name, value in ctx.params.items()
-            if name not in ("file", "out", "on", "jobs", "device", "as_json")
-        }
+        others = ("file", "out", "on", "jobs", "device", "as_json")
+        settings = {name: value for name, value in ctx.params.items() if name not in others}
         predict(ctx, model, opened.config.max_len, answerer, source, out, as_json, settings)
         return
     from regard.generation import generate as run
@@ -198,7 +192,9 @@ def _token_options(
         try:
             biases[_id_or_word(token)] = float(value)
         except ValueError:
-            raise UsageError(f"--bias {word!r} is not TOKEN=NUMBER") from None
+            token = ""
+        if not token:
+            raise UsageError(f"--bias {word!r} is not TOKEN=NUMBER")
     return options | ({"logit_bias": biases} if biases else {})
 
 
@@ -261,19 +257,16 @@ def translate(
 
     With --glossary, the translation of a text that contains a term contains the term's translation.
     """
-    from regard.generation import GenerateConfig
     from regard.generation.glossary import Glossary
 
     if engine not in _ENGINES:
         raise UsageError(f"--engine {engine} is not one of {', '.join(_ENGINES)}")
     if texts and not all(text.strip() for text in texts):
         raise UsageError("a text to translate is empty")
-    options = without_none(
+    options = terminal.check_generation(
         beam=beam, length_penalty=length_penalty, n_best=n_best, max_new_tokens=max_new_tokens, truncate=truncate
     )
-    with terminal.usage_errors(*options):  # before opening a model
-        GenerateConfig(**options)
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     check_workers(ctx)
     options |= without_none(prefix=prefix, source_language=source_language, target_language=target_language)
     settings = {"engine": engine, "dtype": dtype, **options}
@@ -352,10 +345,7 @@ def classify(
     classes: Annotated[
         str | None, option("NAMES", "For two-tower models such as CLIP: the class names, separated by commas.")
     ] = None,
-    template: Annotated[
-        list[str] | None,
-        option("TEXT", "Text for a class, with {} for its name; repeatable."),
-    ] = None,
+    template: Annotated[list[str] | None, option("TEXT", "Text for a class, with {} for its name; repeatable.")] = None,
     truncate: Truncate = False,
     engine: ModelEngine = "torch",
     on: On = "local",
@@ -374,7 +364,7 @@ def classify(
         if len(inputs or ()) != 1:
             raise UsageError("--second needs exactly one text; for pairs in a table, use --file F --column A,B")
         inputs = [f"{text}\t{second}" for text in inputs or ()]
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     check_workers(ctx)
     from regard.generation.label_answers import label_answerer
     from regard.generation.text_generation import check_can_classify
@@ -420,16 +410,14 @@ def caption(
     as_json: AsJson = False,
 ) -> None:
     """Caption each image file, one line each; with several files, each line begins with the file's name."""
-    from regard.generation import GenerateConfig, bulk_prediction
+    options = terminal.check_generation(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens)
+    from regard.generation import bulk_prediction
     from regard.generation import caption as run
     from regard.generation.text_generation import check_can_caption
 
-    options = without_none(beam=beam, length_penalty=length_penalty, max_new_tokens=max_new_tokens)
-    with terminal.usage_errors(*options):
-        GenerateConfig(**options)
     if not images and file is None and not stream:
         raise UsageError("there is nothing to caption: give image files, a folder, or --file TABLE")
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     check_workers(ctx)
     opened = terminal.open_model(model, device, engine, dtype)
     check_can_caption(opened)
@@ -445,13 +433,5 @@ def caption(
         return f"{answer['image']}\t{text}" if several and out is None else text
 
     answerer = text_answerer(answer, "caption", bulk_prediction.image_check, line=line)
-    predict(
-        ctx,
-        model,
-        opened.config.max_len,
-        answerer,
-        records,
-        out,
-        as_json,
-        {"engine": engine, "dtype": dtype, **options},
-    )
+    settings = {"engine": engine, "dtype": dtype, **options}
+    predict(ctx, model, opened.config.max_len, answerer, records, out, as_json, settings)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from regard.lens import Look
 
 _FIGURES = (".png", ".svg", ".pdf")
-_SUFFIXES = (".png", ".svg", ".pdf", ".csv", ".html")
+_SUFFIXES = (*_FIGURES, ".csv", ".html")
 
 
 def look(
@@ -59,9 +59,7 @@ def look(
         raise UsageError("--score uses its own examples, whose alignment is known: leave out the text")
     if compare is not None and (out is not None or top is not None):
         raise UsageError("--compare prints one number for each head: leave out --out and --top")
-    if out is not None and out.suffix.lower() not in _SUFFIXES:
-        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_SUFFIXES)}")
-    terminal.check_out(out)
+    terminal.check_out(out, _SUFFIXES)
     opened = terminal.open_model(model, device, dtype=dtype)
     if score:
         from regard.lens.head_scores import score as score_heads
@@ -168,7 +166,7 @@ def _print_history(
     run: str, what: str | None, target: str | None, kind: str | None, out: Path | None, device: str, as_json: bool
 ) -> None:
     """Print the pattern scores of heads at every checkpoint, and when each head was born."""
-    _check_picture(out)
+    terminal.check_out(out, _FIGURES)
     from regard.foundation.progress import show_progress
     from regard.lens.head_history import head_history
 
@@ -178,12 +176,6 @@ def _print_history(
     if out is not None:
         scores.draw(out)
         terminal.progress(f"wrote {out}")
-
-
-def _check_picture(out: Path | None) -> None:
-    if out is not None and out.suffix.lower() not in _FIGURES:
-        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(_FIGURES)}")
-    terminal.check_out(out)
 
 
 def _check_known_alignment(path: str) -> None:
@@ -223,7 +215,7 @@ def circuit(
     as_json: AsJson = False,
 ) -> None:
     """Find the edges between heads and feed-forward layers that carry a behaviour, by attribution patching (EAP-IG)."""
-    _check_picture(out)
+    terminal.check_out(out, _FIGURES)
     from regard.foundation.progress import show_progress
     from regard.lens.circuit import find_circuit, read_task, repeats_task
 
@@ -249,9 +241,7 @@ def lens(
 ) -> None:
     """Learn a tuned lens: what each layer would predict if it were the last, and how far that is from the model's own
     prediction."""
-    if out is not None and out.suffix != ".safetensors":
-        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in .safetensors")
-    terminal.check_out(out)
+    terminal.check_out(out, [".safetensors"])
     from regard.foundation.progress import show_progress
     from regard.lens.tuned_lens import read_texts, train_tuned_lens
 

@@ -24,7 +24,6 @@ from .options import (
     flag,
     option,
 )
-from .terminal import without_none
 
 
 def embed(
@@ -49,7 +48,7 @@ def embed(
     from regard.generation.text_embeddings import check_can_embed, embed_file, embedding_line
     from regard.generation.text_embeddings import embed as run
 
-    terminal.check_out(out)
+    terminal.check_out(out, source=file)
     records = terminal.read_records(texts, file, column, encoding, stream=False)
     assert records is not None
     opened = terminal.open_model(model, device, dtype=dtype)
@@ -117,11 +116,7 @@ def answer(
     The encoder reads each passage with the question separately; the decoder attends to all of them (Fusion-in-Decoder).
     A word's source is the passage that the decoder attended to most.
     """
-    from regard.generation import GenerateConfig
-
-    options = without_none(beam=beam, max_new_tokens=max_new_tokens)
-    with terminal.usage_errors(*options):
-        GenerateConfig(**options)
+    options = terminal.check_generation(beam=beam, max_new_tokens=max_new_tokens)
     if (index is None) == (not passage):
         raise UsageError("give either --index DIR, in which passages are looked up, or --passage TEXT")
     records = terminal.read_records(questions, file, column, encoding, stream=False)

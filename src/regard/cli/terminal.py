@@ -59,7 +59,8 @@ def report_failure(failure: Exception, command: Sequence[str] = ()) -> None:
         message = f"{name} cannot be read or written: {failure.strerror}"
     message = advice.in_command_line_terms(message.split("\n", 1)[0] if lines else message)
     text = localise(" ".join(message.split()) or type(failure).__name__)
-    hint = localise(advice.advise(command, failure))
+    hint = advice.advise(command, failure)
+    hint = "" if hint in message else localise(hint)  # the message of another process ends with its own hint
     progress(f"regard: {text.removesuffix('.') if hint else text}{hint}")
     for line in lines:
         progress(" ".join(line.split()))
@@ -69,16 +70,24 @@ def report_failure(failure: Exception, command: Sequence[str] = ()) -> None:
 
 @contextmanager
 def usage_errors(*names: str) -> Iterator[None]:
-    """Context that turns the library's ValueErrors about these arguments into usage errors about the options."""
+    """Context that turns ValueErrors of the library into usage errors; ``beam=`` becomes ``--beam`` if it is named."""
     try:
         yield
-    except UsageError:
-        raise
     except ValueError as failure:
         message = str(failure)
         for name in names:
             message = re.sub(rf"\b{name}=", f"--{name.replace('_', '-')} ", message)
         raise UsageError(message) from None
+
+
+def check_generation(**options: Any) -> dict[str, Any]:
+    """The options of a search that are not None; UsageError before a model is opened if their values are invalid."""
+    from regard.generation import GenerateConfig
+
+    options = without_none(**options)
+    with usage_errors(*options):
+        GenerateConfig(**options)
+    return options
 
 
 def device_name(name: str) -> str:
@@ -87,10 +96,8 @@ def device_name(name: str) -> str:
         return name
     from regard.foundation.device import resolve_device
 
-    try:
-        return str(resolve_device(name, "--device"))
-    except UsageError as error:
-        raise UsageError(str(error).replace("--device=", "--device ").replace("; use ", "; ")) from None
+    with usage_errors("device"):
+        return str(resolve_device(name))
 
 
 def open_model(path: str | Path, device: str = "auto", engine: str = "torch", dtype: str | None = None) -> Model:
@@ -120,8 +127,8 @@ def check_export(path: str | Path, engine: str) -> None:
         raise RegardError(f"{path} is a run, not an export; regard export {path} {engine} shipped makes one")
 
 
-def read_text(file: Path | None) -> str:
-    """The contents of a file or of stdin; anything but UTF-8 text is refused."""
+def read_text(file: Path | None, encoding: str = "utf-8") -> str:
+    """The contents of a file, or of stdin, which is UTF-8; anything but text is refused."""
     if file is None and sys.stdin.isatty():
         raise UsageError("there is nothing to read: give text, --file F, or pipe text in")
     name = "the input" if file is None else str(file)
@@ -129,14 +136,15 @@ def read_text(file: Path | None) -> str:
         raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
     except OSError as error:
         raise RegardError(f"{name} cannot be read: {error.strerror or error}") from None
-    return decode_text(raw, name)
+    return decode_text(raw, name, "utf-8" if file is None else encoding)
 
 
-def decode_text(raw: bytes, name: str) -> str:
+def decode_text(raw: bytes, name: str, encoding: str = "utf-8") -> str:
     try:
-        text = raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+        text = raw.removeprefix(b"\xef\xbb\xbf").decode(encoding)
     except UnicodeDecodeError as error:
-        raise RegardError(f"{name} is not UTF-8 text: byte 0x{raw[error.start]:02x} at {error.start}") from None
+        place = f"byte 0x{raw[error.start]:02x} at {error.start}"
+        raise RegardError(f"{name} is not {encoding.upper()} text: {place}") from None
     if "\0" in text:
         raise RegardError(f"{name} is not text: it contains a NUL character at {text.index(chr(0))}")
     return text
@@ -161,8 +169,8 @@ def read_records(
         if texts or file is not None:
             raise UsageError("--stream answers the lines of stdin: leave out the texts and --file")
         return None
-    if column is not None and file is None:
-        raise UsageError(f"--column {column} needs a table: name it with --file F")
+    if file is None:
+        _refuse_column(column)
     if texts:
         _refuse_file(file)
         if images and len(texts) == 1 and Path(texts[0]).is_dir():
@@ -185,12 +193,26 @@ def stdin_lines() -> Iterator[str]:
         yield decode_text(raw, f"line {number} of the input").removesuffix("\n").removesuffix("\r")
 
 
-def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The given prompt, else the contents of a file or of stdin without the last line break."""
+def read_prompt(prompt: str | None, file: Path | None, column: str | None, encoding: str) -> str:
+    """The given prompt, else the contents of a text file or of stdin without the last line break."""
+    _refuse_column(column)
     if prompt is not None:
         _refuse_file(file)
         return prompt
-    return read_text(file).removesuffix("\n").removesuffix("\r")
+    if file is not None:
+        from regard.config import DataConfig
+        from regard.data.table_files import detect_encoding
+
+        with usage_errors("encoding"):
+            encoding = DataConfig(encoding=encoding).encoding
+        encoding = detect_encoding(file) if encoding == "auto" else encoding
+    return read_text(file, encoding).removesuffix("\n").removesuffix("\r")
+
+
+def _refuse_column(column: str | None) -> None:
+    """Refuse --column without a table."""
+    if column is not None:
+        raise UsageError(f"--column {column} needs a table: name it with --file F")
 
 
 def _refuse_file(file: Path | None) -> None:
@@ -199,10 +221,17 @@ def _refuse_file(file: Path | None) -> None:
         raise UsageError(f"--file {file} and text are both given: one of them is enough")
 
 
-def check_out(out: Path | None) -> None:
-    """Raise an error for a file that cannot be written, before any work is done."""
+def check_out(out: Path | None, suffixes: Sequence[str] = (), *, source: Path | None = None) -> None:
+    """Raise an error for a file that cannot be written, has another suffix, or is ``source``, before any work is done.
+
+    Answers that replace the file they are made from would lose its texts.
+    """
     if out is None:
         return
+    if suffixes and out.suffix.lower() not in suffixes:
+        raise UsageError(f"--out {out} ends in {out.suffix or 'nothing'}; it may end in {', '.join(suffixes)}")
+    if source is not None and out.exists() and source.exists() and out.samefile(source):
+        raise UsageError(f"--out {out} is the file to read, which would be lost; choose another")
     if out.suffix == ".gz":
         raise UsageError(f"--out {out}: output is not compressed; leave out .gz")
     if out.is_dir():

@@ -157,11 +157,9 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate on held-out data: the run's own, or data.source=… with other data.* fields."""
-    from regard.config import DataConfig
-    from regard.config.overrides import parse_overrides
     from regard.foundation.device import DEVICES
 
-    data: dict[str, Any] = parse_overrides(words or [], sections={"data": DataConfig}).get("data", {})
+    data = _data_fields(words)
     if device not in DEVICES:
         raise UsageError(f"--device {device} is not one of {', '.join(DEVICES)}")
     if precision not in (None, "fp32", "bf16", "fp16"):
@@ -190,19 +188,24 @@ def distill(
     The sources are those of the run's data, or of data.source=… with other data.* fields. Held-out pairs are written to
     OUT.valid unchanged.
     """
-    from regard.config import DataConfig
-    from regard.config.overrides import parse_overrides
+    data = _data_fields(words)
     from regard.training.distillation import distill as run
 
-    data: dict[str, Any] = parse_overrides(words or [], sections={"data": DataConfig}).get("data", {})
     options: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty, "limit": limit, "device": device}
     terminal.print_result(run(teacher, out, data, **options, progress=terminal.progress), as_json)
 
 
+def _data_fields(words: list[str] | None) -> dict[str, Any]:
+    """The fields of data.* overrides; others are refused."""
+    from regard.config import DataConfig
+    from regard.config.overrides import parse_overrides
+
+    return parse_overrides(words or [], sections={"data": DataConfig}).get("data", {})
+
+
 def backtranslate(
     model: Annotated[
-        str,
-        argument("MODEL", "A translator in the other direction, from the language of TEXTS.", completion.models),
+        str, argument("MODEL", "A translator in the other direction, from the language of TEXTS.", completion.models)
     ],
     texts: Annotated[Path, argument("TEXTS", "Lines of text, or a table.")],
     out: Annotated[Path, argument("OUT", "The file for the pairs: .tsv or .jsonl.")],
@@ -223,12 +226,9 @@ def backtranslate(
     Each pair is a source from the model and an unchanged target. Train on them together with real pairs:
     data.source=pairs.tsv,OUT. Run the same command again to resume one that was stopped.
     """
-    from regard.generation import GenerateConfig
-
-    decoding = without_none(beam=beam, sample=sample or None, temperature=temperature, top_k=top_k, top_p=top_p)
-    with terminal.usage_errors(*decoding):
-        GenerateConfig(**decoding)
-    terminal.check_out(out)
+    sampling = {"sample": sample or None, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    decoding = terminal.check_generation(beam=beam, **sampling)
+    terminal.check_out(out, source=texts)
     terminal.read_records(None, texts, column, encoding, stream=False)  # refuses an unknown column
     from regard.training.back_translation import back_translate as run
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..foundation.checks import nearest_name
+from ..foundation.checks import did_you_mean
 
 
 class Config(BaseModel):
@@ -23,9 +23,10 @@ class Config(BaseModel):
             field, message = ".".join(str(part) for part in problem["loc"]), str(problem["msg"])
             message = message.removeprefix("Value error, ")
             if problem["type"] == "extra_forbidden":
-                nearest = nearest_name(field, type(self).model_fields)
-                message = f"{type(self).__name__} has no field {field!r}"
-                message += f"; did you mean {nearest!r}?" if nearest else ""
+                hint = did_you_mean(field, type(self).model_fields, quoted=True)
+                message = f"{type(self).__name__} has no field {field!r}{hint}"
+            elif problem["type"] == "missing":
+                message = f"the field {field!r} is missing"
             elif field:
                 message = f"{field}={problem['input']!r}: {message[:1].lower()}{message[1:]}"
             raise ValueError(message) from None

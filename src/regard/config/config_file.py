@@ -7,6 +7,7 @@ forms.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import tomllib
@@ -38,7 +39,7 @@ def load_config_file(path: str | Path) -> dict[str, Any]:
         path = path / _RUN_FILE
     check_suffix(path)
     try:
-        raw = path.read_bytes()
+        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
         if path.suffix == ".json":
             fields: Any = parse_json(raw, path)
         else:
@@ -66,6 +67,9 @@ def check_content(content: Mapping[str, Any]) -> dict[str, Any]:
     for key in content:
         if key not in keys:
             raise UsageError(f"there is no {key}{did_you_mean(key, [*keys, *field_names()])}")
+    for key in ("task", PRESET):
+        if not isinstance(content.get(key), str | None):
+            raise UsageError(f"{key} is a name, not {content[key]!r}")
     checked = dict(content)
     for section in SECTIONS:
         fields = content.get(section, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+from io import BytesIO, TextIOWrapper
 from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
@@ -109,13 +110,16 @@ class DataConfig(Config):
     @field_validator("columns")
     @classmethod
     def _column_numbers(cls, value: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
-        return None if value is None else tuple(int(x) if isinstance(x, str) and x.isdigit() else x for x in value)
+        return None if value is None else tuple(int(x) if isinstance(x, str) and x.isdecimal() else x for x in value)
 
     @field_validator("encoding")
     @classmethod
     def _known_encoding(cls, value: str) -> str:
+        if value == "auto":
+            return value
         try:
-            return value if value == "auto" else codecs.lookup(value).name
+            TextIOWrapper(BytesIO(), value)  # LookupError for a codec that decodes to bytes, such as hex
+            return codecs.lookup(value).name
         except LookupError:
             raise ValueError(f"{value!r} is an unknown encoding; utf-8, utf-16 and cp949 are known") from None
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..foundation.checks import nearest_name
+from ..foundation.checks import did_you_mean
 from ..foundation.plugins import MIXERS_VARIABLE, environment_names, import_class, unregistered_class
 
 if TYPE_CHECKING:
@@ -204,8 +204,7 @@ def get_mixer(name: str) -> Mixer:
         return entry
     if ":" in name:
         raise unregistered_class("mixer", name, "regard.config.mixers.register", MIXERS_VARIABLE)
-    nearest = nearest_name(name, MIXERS, dotted=False)
-    hint = f"; did you mean {nearest!r}?" if nearest else ""
+    hint = did_you_mean(name, MIXERS, dotted=False, quoted=True)
     raise ValueError(f"mixer={name!r} is not one of {', '.join(MIXERS)}{hint}")
 
 

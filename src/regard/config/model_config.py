@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from ..foundation.checks import nearest_name
+from ..foundation.checks import did_you_mean
 from .base import Config
 from .data_config import ProblemType
 from .mixers import Mixer, get_mixer
@@ -303,8 +303,7 @@ class ModelConfig(Config):
         for name in ("activation", "head_activation"):
             value = getattr(self, name)
             if value is not None and value not in ACTIVATIONS:
-                nearest = nearest_name(value, ACTIVATIONS)
-                hint = f"; did you mean {nearest!r}?" if nearest else ""
+                hint = did_you_mean(value, ACTIVATIONS, quoted=True)
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(ACTIVATIONS)}{hint}")
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps={self.norm_eps} must be greater than 0")

@@ -12,20 +12,9 @@ from .data_config import DataConfig
 from .model_config import ModelConfig
 
 Task = Literal[
-    "translate",
-    "lm",
-    "mlm",
-    "electra",
-    "sft",
-    "dpo",
-    "classify",
-    "classify-images",
-    "tag",
-    "caption",
-    "contrast",
-    "embed",
-    "answer",
-]
+    "translate", "lm", "mlm", "electra", "sft", "dpo", "classify", "classify-images", "tag", "caption", "contrast",
+    "embed", "answer",
+]  # fmt: skip
 
 Metric = Literal[
     "auto", "loss", "accuracy", "macro_f1", "micro_f1", "entity_f1", "exact", "pearson", "spearman", "mse", "bleu",
@@ -189,7 +178,7 @@ class TrainConfig(Config):
     def _check(self) -> Self:
         self.check_at_least(1, _POSITIVE)
         self.check_at_least(0, _NOT_NEGATIVE)
-        for name in ("lr", "muon_lr", "clip", "teacher_temperature", "dpo_beta", "temperature"):
+        for name in ("lr", "muon_lr", "clip", "lora_alpha", "teacher_temperature", "dpo_beta", "temperature"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be a positive number")
         if self.schedule_start >= self.steps:
@@ -208,7 +197,10 @@ class TrainConfig(Config):
         return self
 
 
-_POSITIVE = ("steps", "batch_tokens", "batch_size", "accumulate", "keep", "log_every", "beam", "lora", "patience")
+_POSITIVE = (
+    *("steps", "batch_tokens", "batch_size", "accumulate", "keep", "log_every", "beam", "lora", "patience"),
+    *("eval_batches", "stop_at"),
+)
 _NOT_NEGATIVE = (
     *("warmup", "schedule_start", "average", "eval_every", "eval_examples", "save_every", "samples", "weight_decay"),
     *("eps", "r_drop"),

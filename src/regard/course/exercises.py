@@ -136,7 +136,10 @@ def write_exercise(exercise: Exercise, folder: Path, *, notebook: bool = False) 
 
 def read_answer(file: Path) -> str:
     """The Python code of a learner's file; for a notebook, its code cells without magics and calls of the check."""
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{file} is not UTF-8 text") from None
     if file.suffix != ".ipynb":
         return text
     try:

@@ -204,7 +204,9 @@ def _guess_kind(
     """
     if len(columns) == 1:
         return "text"
-    if header and (guess := schema_of_keys([str(x) if isinstance(x, str) else keys[x] for x in columns], None)):
+    if any(isinstance(x, int) and x >= len(keys) for x in columns):
+        return "pairs"  # reading the file reports the missing column
+    if header and (guess := schema_of_keys([x if isinstance(x, str) else keys[x] for x in columns], None)):
         return guess.kind
     indices = [x if isinstance(x, int) else keys.index(x) for x in columns if x in keys or isinstance(x, int)]
     cells = [[row[index] for index in indices] for row in body if len(row) > max(indices, default=0)]

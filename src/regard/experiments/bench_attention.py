@@ -21,7 +21,7 @@ from ..attention.masks import Mask, bigbird, causal, strided, window
 from ..attention.mechanisms import Sinks
 from ..config import Architecture, ModelConfig
 from ..config.mixers import MixingWork, all_mixers, get_mixer, register
-from ..foundation.checks import check_positive, nearest_name
+from ..foundation.checks import check_positive, did_you_mean
 from ..foundation.files import write_atomic
 from ..models.components import mechanism, mixing
 from .benchmarking import available_memory, fit_exponent, format_table, measure
@@ -181,8 +181,7 @@ def choose_contenders(names: list[str] | None) -> list[Contender]:
     known = contenders()
     for name in names or ():
         if name not in known:
-            near = nearest_name(name, known)
-            hint = "" if near is None else f"; did you mean {near!r}?"
+            hint = did_you_mean(name, known, quoted=True)
             raise ValueError(f"mechanism {name!r} is not one of {', '.join(known)}{hint}")
     return [known[name] for name in dict.fromkeys(names or known)]
 

@@ -157,11 +157,15 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def _connector(url: str, timeout: float) -> Callable[[], HTTPConnection]:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+    except ValueError:  # such as a port above 65535
+        scheme, host, port = "", None, None
+    if host is None or scheme not in ("http", "https"):
         raise RegardError(f"{url} is not the address of a server, such as http://127.0.0.1:8017")
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    return lambda: kind(str(parts.hostname), parts.port, timeout=timeout)
+    kind = HTTPSConnection if scheme == "https" else HTTPConnection
+    return lambda: kind(host, port, timeout=timeout)
 
 
 def _first_model(connection: HTTPConnection, headers: dict[str, str], url: str) -> str:

@@ -71,19 +71,8 @@ def parameter_groups(config: ModelConfig) -> list[ParameterGroup]:
 
 EXPERTS = "experts"  # the kind of parameters of which each token uses only some
 _PRODUCTS = (
-    "w_qkv",
-    "w_query",
-    "w_kv",
-    "w_o",
-    "w_in",
-    "w_out",
-    "w_select",
-    "w_step",
-    "transform",
-    "projection",
-    "patches",
-    "out",
-    "dense",
+    *("w_qkv", "w_query", "w_kv", "w_o", "w_in", "w_out", "w_select", "w_step"),
+    *("transform", "projection", "patches", "out", "dense"),
 )
 _KINDS = {"attention": "attention", "cross_attention": "cross attention", "ff": "feed-forward"}
 _NORMS = ("attention_norm", "cross_norm", "ff_norm", "attention_output_norm", "cross_output_norm", "ff_output_norm")

@@ -134,18 +134,14 @@ class _StackStages:
             saved["source"] = float(setting.width * setting.batch * source_numbers(config, setting))
             if config.source == "image":
                 stream += setting.width * setting.batch * n_patches(config) * config.d_model
-        elif not (
-            config.tie_head and config.head in ("lm", "masked-lm")
-        ):  # the loss already has the gradient of a tied table
+        elif not (config.tie_head and config.head in ("lm", "masked-lm")):  # the loss has a tied table's gradient
             target = self.stack.memory is not None and config.target_vocab_size is not None
             kinds = (*kinds, "target tokens" if target else "tokens")
         if config.embedding_norm:
             saved["norm"] = stream + 8.0 * self.tokens
         # Each use of a table makes a gradient as large as the table.
-        table = self.setting.stream_width * max(
-            (x.number for x in self.groups if has_table and x.kind.endswith("tokens")), default=0
-        )
-        backward = self.stream + table
+        tables = [x.number for x in self.groups if has_table and x.kind.endswith("tokens")]
+        backward = self.stream + setting.stream_width * max(tables, default=0)
         weights = self.weight_bytes("embedding", *kinds)
         return StepStage(f"{self.stack.name} embedding", saved, stream, backward, *weights)
 
@@ -190,10 +186,8 @@ class _StackStages:
         inner, shared = stack.q_width, (config.n_kv_heads or 1) * size
         if config.mixing.keeps_states:
             states = 20.0 * self.tokens * inner * size
-            own = width * self.tokens * inner * (config.conv_size + 8.0)
-            return StepStage(
-                name, saved | {"layer": own, "states": states}, self.stream + states / 5, states / 2, *weights
-            )
+            saved = saved | {"layer": width * self.tokens * inner * (config.conv_size + 8.0), "states": states}
+            return StepStage(name, saved, self.stream + states / 5, states / 2, *weights)
         saved = saved | {
             "product": float(width * self.tokens * (2 * inner + 2 * shared + stack.n_heads)),
             "convolution": float(width * self.tokens * (config.conv_size + 2) * (inner + 2 * shared)),
@@ -246,11 +240,8 @@ class _StackStages:
             if config.attention_dropout:
                 saved["pairs: dropout"] = pairs
             forward = 32.0 if config.attention_dropout else 12.0  # the random draws are 64-bit integers
-            return (
-                saved,
-                forward * pairs,
-                (20.0 - width) * pairs,
-            )  # the quotient's gradient, minus the weights, which are freed by then
+            # Backward: the quotient's gradient, minus the weights, which are freed by then.
+            return saved, forward * pairs, (20.0 - width) * pairs
         if kernel == "math":
             expanded = batch * keys * stack.q_width  # keys and values are repeated for every head
             copies = {"copies of q, k, v": float(width * (q + 2 * expanded)), "output": float(width * q)}
@@ -309,9 +300,7 @@ class _StackStages:
         saved: dict[str, float] = {}
         if config.head_transform:
             saved["transform"] = (2.0 * width + setting.stream_width) * tokens * d_out + 8.0 * tokens
-        grads = (
-            table if config.tie_head else 0.0
-        ) or head_grads  # a tied table's gradient is kept until the embedding adds to it
+        grads = table if config.tie_head else head_grads  # that of a tied table is kept until the embedding adds to it
         if setting.working:
             return self._fused_loss(saved, vocab, d_out, grads)
         chunk_rows = CHUNK_BYTES // (4 * vocab)
@@ -421,9 +410,8 @@ def training_memory(config: ModelConfig, groups: list[ParameterGroup], setting: 
     by_part: dict[str, float] = {}
     for stage in stages:
         size = stage.saved_bytes
-        if setting.checkpointing and stage.name.endswith(
-            (" attention", " feed-forward")
-        ):  # a checkpointed layer keeps only its input
+        if setting.checkpointing and stage.name.endswith((" attention", " feed-forward")):
+            # A checkpointed layer keeps only its input.
             size = stage.saved.get("input", 0.0) if stage.name.endswith(" attention") else 0.0
         by_part[stage.name] = by_part.get(stage.name, 0.0) + size
     # Fused Adam has no temporaries. Muon holds all updates and directions, and orthogonalises some at a time.

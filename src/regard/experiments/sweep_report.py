@@ -124,6 +124,11 @@ class SweepReport:
         """The sweep's metrics that at least one run has."""
         return tuple(name for name in self.sweep.metrics if any(name in row.estimates for row in self.rows))
 
+    @property
+    def has_figures(self) -> bool:
+        """Whether there is a result to draw."""
+        return bool(self.metrics) and any(row.n_done for row in self.rows)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "name": self.sweep.name,
@@ -190,7 +195,7 @@ class SweepReport:
     def to_text(self) -> str:
         texts = [line.rstrip() for line in align_columns(self._lines(), n_left=2)]
         rule = "─" * max(map(text_width, texts))
-        files = f"{self.out}/table.md, results.png"
+        files = f"{self.out}/table.md{', results.png' if self.has_figures else ''}"
         return "\n".join([texts[0], rule, texts[1], rule, *texts[2:], "", *self.conclusions(), files])
 
     def markdown(self) -> str:
@@ -207,7 +212,9 @@ class SweepReport:
     @property
     def seeds_text(self) -> str:
         """The number of seeds that the means are taken over."""
-        counts = {row.n_done for row in self.rows if row.n_done} or {0}
+        counts = {row.n_done for row in self.rows if row.n_done}
+        if not counts:
+            return "no run is finished"
         n, most = min(counts), max(counts)
         if most < 2:
             return "one seed: no standard error, nothing is tested"
@@ -284,7 +291,7 @@ def write_report(out: str | Path, sweep: Sweep | None = None) -> SweepReport:
     report = _read_report(sweep or Sweep.read(out), out)
     for name, text in (("table.md", report.markdown), ("table.csv", report.csv), ("runs.csv", report.runs_csv)):
         write_atomic(out / name, text().encode())
-    if report.metrics and any(row.n_done for row in report.rows):
+    if report.has_figures:
         draw_results(report, out / "results.png")
         draw_curves(report, out / "curves.png")
     return report

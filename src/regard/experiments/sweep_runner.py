@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..data.corpora import CORPORA
 from ..errors import RegardError, UsageError
 from ..foundation.checks import check_positive
 from ..foundation.files import file_lock, write_atomic
@@ -350,9 +351,21 @@ def run_sweep(
         if n_done:
             report(f"{n_done} of {n_all} runs are already done")
         if waiting:
+            if on == "local":
+                _check_tests(sweep)
             with open_runner(on, jobs, len(waiting)) as runner:
                 _Schedule(out, runner, n_done, n_all, report).run(waiting, minutes, max_seconds)
     return write_report(out, sweep)
+
+
+def _check_tests(sweep: Sweep) -> None:
+    """Raise UsageError for a missing file of further examples; otherwise every run would fail, after its training."""
+    for name, source in sweep.tests.items():
+        if source in CORPORA or source.startswith("hf:") or Path(source).expanduser().exists():
+            continue
+        for file in map(str.strip, source.split(",")):
+            if not Path(file).expanduser().exists():
+                raise UsageError(f"the examples {name}={source}: there is no file {file}")
 
 
 def unfinished_runs(sweep: Sweep, out: Path, keep: bool) -> tuple[list[CellRun], int]:

@@ -8,7 +8,8 @@ OUT/table.md, table.csv, runs.csv, results.png, curves.png
 
 Runs with the same seed see the same batches in the same order in every cell. Paths inside OUT are relative, so the
 directory can be moved. A sweep's directory is not trusted: nothing it names is imported. To resume a sweep with a
-mechanism of your own, name the mechanism again, list it in REGARD_MIXERS, or add it to ``MIXERS``.
+mechanism of your own, name the mechanism again, list it in REGARD_MIXERS, or add it to ``MIXERS``; list a model class
+in REGARD_MODELS, or register it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ..config import RunConfig
+from ..config import ModelConfig, RunConfig
 from ..config.mixers import get_mixer
 from ..config.overrides import format_value, parse_overrides
 from ..errors import BadModelFile, RegardError, UsageError
 from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
+from ..models.build import model_class
 from ..recipes import recipe as recipe_of
 from ..recipes import run_config
 
@@ -109,9 +111,9 @@ class Sweep:
         words = merge_words(self.base_words, cell.words, (f"train.seed={seed}",))
         for word in words if self.stored else ():
             name, _, value = word.partition("=")
-            if name == "model.mixer" and ":" in value:  # a mechanism, module:Class, named only by a file
+            if name in ("model.mixer", "model.model_class") and ":" in value:  # a class named only by a file
                 try:
-                    get_mixer(value)
+                    get_mixer(value) if name == "model.mixer" else model_class(ModelConfig(model_class=value))
                 except ValueError as error:
                     raise BadModelFile(str(error)) from None
         return run_config(recipe_of(self.recipe)["task"], words, preset=self.recipe)
@@ -310,7 +312,7 @@ def read_grid(path: Path, words: Sequence[str] = ()) -> Sweep:
     imported and run. Read a file from somebody else before you run it.
     """
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        fields = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
     for name in fields:

@@ -45,10 +45,12 @@ def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted
     return close[0] if close else None
 
 
-def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted: bool = True) -> str:
+def did_you_mean(
+    name: str, known: Iterable[str], cutoff: float = 0.6, *, dotted: bool = True, quoted: bool = False
+) -> str:
     """``; did you mean train.steps?`` as the end of an error message, or "" if no name is similar."""
     nearest = nearest_name(name, known, cutoff, dotted=dotted)
-    return "" if nearest is None else f"; did you mean {nearest}?"
+    return "" if nearest is None else f"; did you mean {nearest!r}?" if quoted else f"; did you mean {nearest}?"
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], nearest: str | None = None) -> ValueError:

@@ -25,7 +25,7 @@ def is_available(kind: str) -> bool:
 def resolve_device(name: str | torch.device = "auto", option: str = "device") -> torch.device:
     """The device of that name; ``auto`` is CUDA if available, else Apple's GPU, else the CPU.
 
-    ``option`` is the name of the setting (``train.device``, ``--device``) in error messages.
+    ``option`` is the name of the setting in error messages, such as ``train.device``.
     """
     import torch
 
@@ -35,11 +35,15 @@ def resolve_device(name: str | torch.device = "auto", option: str = "device") ->
         raise UsageError(f"{option}={name} is not one of {', '.join(DEVICES)}")
     if kind == "auto":
         return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if is_available(kind)))
-    if not is_available(kind):
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # such as cuda:first
+        raise UsageError(f"{option}={name} is not a device, such as {kind} or {kind}:0") from None
+    if not is_available(kind) or (kind == "cuda" and (device.index or 0) >= torch.cuda.device_count()):
         raise UsageError(
             f"{option}={name} is not available on this machine or in this build of torch; use {option}=cpu"
         )
-    return torch.device(name)
+    return device
 
 
 @contextmanager

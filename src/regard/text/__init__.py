@@ -5,13 +5,9 @@ from .processor import Processor, read_processor
 from .tokenizer import MarianTokenizer, Tokenizer, TokenSpan
 from .tokenizer_training import train_pair, train_tokenizer
 
+# fmt: off
 __all__ = [
-    "ImageProcessor",
-    "MarianTokenizer",
-    "Processor",
-    "TokenSpan",
-    "Tokenizer",
-    "read_processor",
-    "train_pair",
+    "ImageProcessor", "MarianTokenizer", "Processor", "TokenSpan", "Tokenizer", "read_processor", "train_pair",
     "train_tokenizer",
 ]
+# fmt: on
