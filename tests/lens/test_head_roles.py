@@ -72,9 +72,23 @@ def test_the_weight_a_key_gets_and_activations_out_of_range() -> None:
         weights = record.attention(layer=1, kind=kind).tile()[2]
         counts = (weights > 0).sum(1)
         torch.testing.assert_close(sink_scores(record, kind=kind, prompt=2)[1], weights.sum(1) / counts)
+    windowed = small("mistral-7b")
+    record_of_window = capture(windowed, *inputs_of(windowed.config))
+    weights = record_of_window.attention(layer=1).tile()[2]
+    torch.testing.assert_close(sink_scores(record_of_window, prompt=2)[1], weights.sum(1) / (weights > 0).sum(1))
     assert massive_activations(record) == []
     site = "decoder.blocks.0.output"
     record[site][1, 2, 5] = -5e4
     (found,) = massive_activations(record)
     assert found[:5] == (site, 1, 2, 5, -5e4)
     assert isinstance(HeadRoles({"sink": torch.zeros(1, 2)}).labels(0, 1), list)
+
+
+def test_padding_is_not_searched_for_massive_activations() -> None:
+    record = capture(small("gpt2"), [[5, 6, 7, 8], [5, 6]])
+    record["decoder.blocks.0.output"][1, 3, 5] = 5e4
+    assert massive_activations(record) == []
+    assert all(found.position < 2 for found in massive_activations(record, least=0, ratio=0, k=999) if found.prompt)
+    some = capture(small("gpt2"), [[5, 6, 7, 8], [5, 6]], positions=[1, 2])
+    found = massive_activations(some, least=0, ratio=0, k=999)
+    assert {(each.prompt, each.position) for each in found} == {(0, 0), (0, 1), (1, 0)}

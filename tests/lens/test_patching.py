@@ -195,5 +195,9 @@ def test_wrong_pairs_are_refused_in_a_sentence() -> None:
         patching_sweep(model, [[4, 5, 6]], [[4, 5, 6], [4, 5, 7]], metric)
     with pytest.raises(ValueError, match="the metric of pair 0 is the same on both prompts"):
         patching_sweep(model, [[4, 5, 6]], [[4, 5, 6]], metric)
+    with pytest.raises(ValueError, match="there are 1 metrics for 2 pairs of prompts"):
+        patching_sweep(model, [[4, 5, 6], [4, 5, 7]], [[4, 7, 6], [7, 5, 7]], [metric])
+    with pytest.raises(ValueError, match="needs a stack of layers on one residual stream"):
+        patching_sweep(model, [[4, 5, 6]], [[4, 5, 7]], metric, kind="encoder")
     with pytest.raises(ValueError, match="by_position=False"):
         patching_sweep(model, [[4, 5, 6], [4, 5]], [[4, 7, 6], [7, 5]], metric)

@@ -173,6 +173,7 @@ def test_a_table_without_rows_has_a_header(seen: Look, tmp_path: Path) -> None:
 def test_an_overlay_for_each_word_and_for_the_patches(caption: Look, tmp_path: Path) -> None:
     for kind in (None, "encoder"):
         assert caption.overlay(tmp_path / "x.png", kind=kind).read_bytes().startswith(b"\x89PNG")
+    assert caption.overlay(tmp_path / "x.png", kind="encoder", rows=slice(0, 1)).is_file()  # the class token alone
     assert caption.image is not None
     assert caption.image.size == (60, 40)
     with pytest.raises(ValueError, match="kind='self' does not attend to an image"):

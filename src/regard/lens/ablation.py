@@ -80,8 +80,8 @@ def _is_head(place: Any) -> bool:
 def _rows(record: ActivationRecord, name: str, head: int | None) -> list[Tensor]:
     """The activation of every prompt without its padding, (…, T, width)."""
     x = record[name] if head is None else record[name][:, head]
-    is_source = name.startswith("encoder") or name.endswith(("cross_attention.k", "cross_attention.v"))
-    lengths = record.inputs.source_lengths if is_source else record.lengths
+    is_memory = name.endswith(("cross_attention.k", "cross_attention.v"))
+    lengths = record.inputs.lengths_in("encoder" if is_memory else name)
     return [row[..., :length, :] for row, length in zip(x, lengths, strict=True)]
 
 

@@ -26,7 +26,7 @@ from ..generation.text_codec import ModelTokenizers
 from ..models import Model, ModelOrPath, TwoTower, open_model
 from ..models.components import vision_inputs
 from ..models.sites import CLASSES, HookSite, full_name
-from .capture import attention_name, attention_site, attention_sites, resolve_kind, write_target
+from .capture import attention_name, attention_site, attention_sites, resolve_layer, write_target
 from .capture_inputs import read_target_ids
 from .interventions import SiteEdit
 from .notebook import table_html
@@ -54,6 +54,10 @@ class PassInputs(NamedTuple):
     masks: dict[str, Tensor]  # padding masks by argument name; empty if all prompts have the same length
     lengths: list[int]  # tokens of each prompt in the stack that predicts: the target's in an encoder-decoder
     source_lengths: list[int]  # tokens of each source in an encoder-decoder; otherwise equal to ``lengths``
+
+    def lengths_in(self, stack: str) -> list[int]:
+        """The tokens of each prompt in a stack, given by its name or that of a site or an attention in it."""
+        return self.source_lengths if stack.startswith("encoder") else self.lengths
 
 
 def capture(
@@ -103,10 +107,16 @@ def capture_inputs(
         if may_recompute and (recomputed := recompute_later(site, kept)) is not None:
             kept[site.name] = recomputed
             return x
-        if grad and not x.requires_grad:
-            x = x.detach().requires_grad_()
-        whole = x if grad else x.detach()
-        kept[site.name] = whole if positions is None else _select(whole, positions)
+        if not grad:
+            kept[site.name] = x.detach() if positions is None else _select(x.detach(), positions)
+            return x
+        # Two sites may hold one tensor (an input without a norm is the state itself); as views of it they have
+        # gradients of their own.
+        x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+        kept[site.name] = x if positions is None else _select(x, positions)
+        if positions is not None:  # the pass goes on with the selected tokens, so that they have a gradient
+            x = x.clone()
+            x[..., as_span(positions, x.shape[-2], "positions", x.device), :] = kept[site.name]
         return x
 
     def keep_call(site: HookSite, call: AttentionCall) -> AttentionCall:
@@ -215,24 +225,19 @@ class ActivationRecord(Mapping[str, Tensor]):
 
     def attention(self, *, layer: int, kind: str | None = None) -> AttentionMap:
         """The attention map of one layer, whose weights are computed from q and k when they are read."""
-        site = self._attention_site(layer, kind)
-        if site not in self._calls:
-            raise ValueError("attention is recomputed from the queries and keys of all positions: capture all of them")
-        return AttentionMap.of(self._calls[site])
+        return AttentionMap.of(self.call(layer=layer, kind=kind))
 
     def call(self, *, layer: int, kind: str | None = None) -> AttentionCall:
         """Queries, keys, values, mask and bias of one layer's attention."""
-        return self._calls[self._attention_site(layer, kind)]
-
-    def _attention_site(self, layer: int, kind: str | None) -> HookSite:
-        kind = resolve_kind(self.model, kind)
-        n_layers = len(attention_sites(self.model)[kind])
-        return attention_site(self.model, kind, layer + n_layers if -n_layers <= layer < 0 else layer)
+        site = attention_site(self.model, *resolve_layer(self.model, kind, layer))
+        if site not in self._calls:
+            raise ValueError("attention is recomputed from the queries and keys of all positions: capture all of them")
+        return self._calls[site]
 
     def head_results(self, *, layer: int, kind: str | None = None) -> Tensor:
         """The output of each head, head_h W_o,h, before any norm of the sub-layer's output   (B, H, T, M)"""
-        kind = resolve_kind(self.model, kind)
-        module: Any = self._attention_site(layer, kind).owner
+        kind, layer = resolve_layer(self.model, kind, layer)
+        module = attention_site(self.model, kind, layer).owner
         return results_of_heads(module, self[f"{attention_name(kind, layer)}.heads"])
 
     def norm_scale(self, name: str) -> Tensor:
@@ -271,7 +276,7 @@ class ActivationRecord(Mapping[str, Tensor]):
     def at(self, name: str, prompt: int, position: int) -> Tensor:
         """The activation of one token at a site in fp64: (width,), or (heads, width)."""
         if self.positions is not None:
-            n_tokens = max(self.inputs.source_lengths if name.startswith("encoder") else self.lengths)
+            n_tokens = max(self.inputs.lengths_in(name))
             span = as_span(self.positions, n_tokens, "positions", self._states.device)
             captured = list(range(n_tokens))[span] if isinstance(span, slice) else span.tolist()
             if position not in captured:
@@ -293,7 +298,7 @@ class ActivationRecord(Mapping[str, Tensor]):
         """Split the score of one query and key by the writers of the query and of the key; see ``lens.why``."""
         from .why import split_score
 
-        return split_score(self, resolve_kind(self.model, kind), layer, head, row, col, prompt)
+        return split_score(self, *resolve_layer(self.model, kind, layer), head, row, col, prompt)
 
 
 def read_pass_inputs(model: Model, what: Any, target: Any = None) -> PassInputs:
@@ -344,6 +349,8 @@ def _pad_right(
 ) -> tuple[Tensor, Tensor | None, list[int]]:
     """Token ids (B, T), the padding mask (None if no row is padded), and the lengths of the rows."""
     lengths = [len(row) for row in rows]
+    if not min(lengths, default=0):
+        raise ValueError("a prompt is empty: there is nothing to capture")
     width = max(lengths)
     tokens = torch.tensor([[*row, *[pad_id or 0] * (width - len(row))] for row in rows], device=device)
     if min(lengths) == width:

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from ..attention import AttentionMap
 from ..generation.text_codec import ModelTokenizers
 from ..models.components import ClassHead, Pooler, TagHead, TokenHead
-from .capture import attention_name, attention_sites, resolve_kind
+from .capture import attention_name, attention_site, resolve_layer
+from .contributions import head_values
+from .look import check_index
 from .notebook import table_html
-from .residual import Place, ResidualSplit, readout_before_norm, residual_stack, split_residual
+from .residual import Place, ResidualSplit, output_matrix, readout_before_norm, residual_stack, split_residual
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -64,9 +66,11 @@ class LogitAttribution:
         """The contribution of each neuron of a feed-forward network   (F,)"""
         total = torch.zeros(())
         for place, split in self.splits:
-            name = f"{place.stack}.blocks.{layer}"
-            blocks = _stack(self.record, place).blocks
-            weight = blocks[layer % len(blocks)].ff.w_out.weight
+            stack: Any = residual_stack(self.record.model, place.stack)
+            name = f"{place.stack}.blocks.{check_index('layer', layer, stack.n_layers, '')}"
+            if f"{name}.ff.neurons" not in self.record.model.sites():
+                raise ValueError("this model has no neurons that all tokens share: it has experts, or no networks")
+            weight = stack.blocks[layer % len(stack.blocks)].ff.w_out.weight
             neurons = self.record.at(f"{name}.ff.neurons", place.prompt, place.position)
             total = total + split.readouts[f"{name}.ff"][0] @ weight.double() * neurons
         return total
@@ -74,17 +78,16 @@ class LogitAttribution:
     @torch.no_grad()
     def tokens(self, *, layer: int, kind: str | None = None) -> Tensor:
         """The contribution of each head, split by the token it attends to: a_ij v_j W_o read as a logit   (H, S)"""
-        kind = resolve_kind(self.record.model, kind)
+        kind, layer = resolve_layer(self.record.model, kind, layer)
         if kind not in self.parts:
             raise ValueError(f"kind={kind!r} does not contribute to this logit directly; {', '.join(self.parts)} do")
-        module: Any = attention_sites(self.record.model)[kind][layer].owner
-        call = self.record.call(layer=layer, kind=kind)
-        attention = AttentionMap.of(call)
+        module: Any = attention_site(self.record.model, kind, layer).owner
+        attention = self.record.attention(layer=layer, kind=kind)
         weight = module.head_outputs().double()
         total = torch.zeros(())
         for place, split in self.splits:
             readout = torch.einsum("m,mhd->hd", split.readouts[attention_name(kind, layer)][0], weight)
-            values = call.v[place.prompt].double().repeat_interleave(module.n_heads // call.v.shape[1], 0)  # (H, S, D)
+            values = head_values(self.record, kind, layer, place.prompt).double()  # (H, S, D)
             row = attention.tile(slice(place.position, place.position + 1))[place.prompt, :, 0].double()  # (H, S)
             total = total + row * torch.einsum("hsd,hd->hs", values, readout)
         return total
@@ -117,21 +120,21 @@ def logit_attribution(
     head = model.class_head if model.class_head is not None else model.head
     if head is None:
         raise ValueError("this model has no head, so it has no logits to split")
-    outputs = [_output_index(record, token, prompt, index)]
-    outputs += [] if against is None else [_output_index(record, against, prompt, index)]
+    logits = _logits(record, head, prompt, index)
+    outputs = [_output_index(record, token, logits)]
+    outputs += [] if against is None else [_output_index(record, against, logits)]
     signs = torch.tensor([1.0, -1.0][: len(outputs)], dtype=torch.float64, device=model.device)
-    n_layers = _stack(record, Place(name, prompt, index)).n_layers
+    stack = residual_stack(model, name)
     readings = _head_readings(record, head, prompt, index, outputs, signs)
     splits: list[tuple[Place, ResidualSplit]] = []
     for at, readout, constant in readings:
         place = Place(name, prompt, at)
-        norm = _stack(record, place).norm
-        state = record.at(f"{name}.blocks.{n_layers - 1}.output", prompt, at)
-        readout, bias = readout_before_norm(norm, state, readout)
-        split = split_residual(record, place, n_layers, readout)
+        state = record.at(f"{name}.blocks.{stack.n_layers - 1}.output", prompt, at)
+        readout, bias = readout_before_norm(stack.norm, state, readout)
+        split = split_residual(record, place, stack.n_layers, readout)
         split.bias += bias + constant
         splits.append((place, split))
-    return LogitAttribution(_logit(record, head, prompt, index, outputs, signs), _sum_parts(splits), record, splits)
+    return LogitAttribution(float(signs @ logits[outputs].double()), _sum_parts(splits), record, splits)
 
 
 def _sum_parts(splits: list[tuple[Place, ResidualSplit]]) -> dict[str, Tensor]:
@@ -155,22 +158,23 @@ def _head_readings(
     """The logit as a sum of linear readouts of the final states (after the norm) of one or several positions."""
     final = record.final_states[prompt].detach().double()  # (T, M)
     if isinstance(head, TokenHead):
-        table = record.model.output_table if head.weight is None else head.weight
-        readout = (signs @ table[outputs].double() * head.scale)[None]
+        readout = (signs @ output_matrix(record.model)[outputs].double() * head.scale)[None]
         constant = readout.new_zeros(1) if head.bias is None else (signs @ head.bias[outputs].double())[None]
         if head.transform is not None:
-            u = head.transform.weight.double() @ final[index] + head.transform.bias.double()
-            active = head.activation(u)
-            readout, bias = readout_before_norm(head.norm, active, readout)
-            readout, more = _through_dense(head.transform, u, active, readout)
-            constant = constant + bias + more
+            readout, more = _through_dense(head.transform, head.activation, head.norm, final[index], readout)
+            constant = constant + more
         return [(index, readout, constant)]
-    weight, bias = head.out.weight[outputs].double(), head.out.bias[outputs].double()
-    readout, constant = (signs @ weight)[None], (signs @ bias)[None]
     if isinstance(head, TagHead):
-        return [(index, readout, constant)]
-    assert isinstance(head, ClassHead)
-    return _pooled_readings(record, head.pooler, prompt, final, readout, constant)
+        return [(index, *_class_readout(head.out, outputs, signs))]
+    if len(head.others):  # one linear layer per class token, and the mean of their logits
+        class_tokens = [_class_readout(out, outputs, signs) for out in (head.out, *head.others)]
+        return [(at, *(x / len(class_tokens) for x in both)) for at, both in enumerate(class_tokens)]
+    return _pooled_readings(record, head.pooler, prompt, final, *_class_readout(head.out, outputs, signs))
+
+
+def _class_readout(out: Any, outputs: list[int], signs: Tensor) -> tuple[Tensor, Tensor]:
+    """The readout (1, M) and the constant (1,) of a linear layer over classes."""
+    return (signs @ out.weight[outputs].double())[None], (signs @ out.bias[outputs].double())[None]
 
 
 def _pooled_readings(
@@ -178,7 +182,14 @@ def _pooled_readings(
 ) -> list[Reading]:
     """A readout of the pooled vector as readouts of the states, each with its weight in the pooling."""
     length = record.lengths[prompt]
-    if pooler.kind == "first":
+    if pooler.kind == "map":
+        raise ValueError("pooling='map' is not linear in the states, so its logits cannot be split")
+    if pooler.kind == "first-and-mean":
+        first, mean = readout.chunk(2, dim=-1)
+        n_pooled = length - pooler.prefix
+        others = [(at, mean / n_pooled, torch.zeros_like(constant)) for at in range(pooler.prefix, length)]
+        return [(0, first, constant), *others]
+    if pooler.kind in ("first", "class-tokens"):
         weights = [(0, 1.0)]
     else:
         scores = final.new_zeros(length)
@@ -187,40 +198,32 @@ def _pooled_readings(
         weights = list(enumerate(scores.softmax(0).tolist()))
     if pooler.dense is not None:
         pooled = torch.stack([final[at] * weight for at, weight in weights]).sum(0)
-        u = pooler.dense.weight.double() @ pooled + pooler.dense.bias.double()
-        readout, more = _through_dense(pooler.dense, u, pooler.activation(u), readout)
+        readout, more = _through_dense(pooler.dense, pooler.activation, None, pooled, readout)
         constant = constant + more
     share = constant / len(weights)
     return [(at, readout * weight, share) for at, weight in weights]
 
 
-def _through_dense(dense: Any, u: Tensor, active: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
-    """A readout of f(u), u = W x + b, as one of x with f(u) / u held fixed; and a constant."""
-    readout = readout * torch.where(u == 0, torch.zeros_like(u), active / u)
-    return readout @ dense.weight.double(), readout @ dense.bias.double()
+def _through_dense(dense: Any, f: Any, norm: Any, x: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
+    """A readout of norm(f(u)), u = W x + b, as one of x, with f(u) / u and the norm's scale fixed; and a constant."""
+    weight = dense.weight.double()
+    bias = weight.new_zeros(len(weight)) if dense.bias is None else dense.bias.double()
+    u = weight @ x + bias
+    readout, constant = readout_before_norm(norm, f(u), readout)
+    readout = readout * torch.where(u == 0, torch.zeros_like(u), f(u) / u)
+    return readout @ weight, constant + readout @ bias
 
 
-def _logit(record: ActivationRecord, head: Any, prompt: int, index: int, outputs: list[int], signs: Tensor) -> float:
-    """The model's logit, or difference of two, before a soft cap."""
-    states = record.final_states[prompt : prompt + 1]
-    with torch.no_grad():
-        if isinstance(head, TokenHead):
-            table = record.model.output_table if head.weight is None else head.weight
-            hidden = head.hidden(states[:, index : index + 1])[0, 0]
-            logits = table[outputs] @ hidden + (0 if head.bias is None else head.bias[outputs])
-        else:
-            logits = record.logits[prompt] if isinstance(head, ClassHead) else record.logits[prompt, index]
-            logits = logits[outputs]
-    return float(signs @ logits.double())
+def _logits(record: ActivationRecord, head: Any, prompt: int, index: int) -> Tensor:
+    """The model's logits at one position, or of the classes of a prompt, before a soft cap."""
+    if isinstance(head, TokenHead):  # at one position only: the logits of all may not fit into memory
+        return linear(head.hidden(record.final_states[prompt, index]), output_matrix(record.model), head.bias)
+    return record.logits[prompt] if isinstance(head, ClassHead) else record.logits[prompt, index]
 
 
-def _output_index(record: ActivationRecord, token: int | str | None, prompt: int, index: int) -> int:
+def _output_index(record: ActivationRecord, token: int | str | None, logits: Tensor) -> int:
     """The index of a token or class among the logits."""
     model: Any = record.model
-    if model.class_head is None:  # one position only: the logits of all may not fit into memory
-        logits = model.head(record.final_states[prompt : prompt + 1, index : index + 1], model.output_table)[0, 0]
-    else:
-        logits = record.logits[prompt] if isinstance(model.class_head, ClassHead) else record.logits[prompt, index]
     if token is None:
         return int(logits.argmax())
     if isinstance(token, str) and model.class_head is not None:
@@ -232,7 +235,3 @@ def _output_index(record: ActivationRecord, token: int | str | None, prompt: int
     if not 0 <= number < logits.shape[-1]:
         raise ValueError(f"{number} is not one of the {logits.shape[-1]} outputs of this model")
     return number
-
-
-def _stack(record: ActivationRecord, place: Place) -> Any:
-    return residual_stack(record.model, place.stack)

@@ -19,15 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention import MultiHeadAttention
+from ..attention.attention_map import as_span
+from ..attention.frame import split_span
+from ..attention.score_matrix import AttentionCall
 from ..models import Model
 from ..models.components import TokenHead
 from .activations import ActivationRecord, capture
 from .capture import attention_sites, resolve_kind
+from .contributions import head_values
 from .head_history import repeated_tokens
-from .head_weights import copying_scores, fold_norm, norm_scale
+from .head_weights import copying_scores
 from .look import look
 from .notebook import table_html
+from .residual import fold_norm, norm_scale, output_matrix
 from .why import split_query
 
 # Minimum score of each role.
@@ -136,21 +140,20 @@ def moved_logits(record: ActivationRecord, prompt: int = 0) -> Tensor:
     Σ_j a_ij (u_j − ū) W_o v_j    through the final norm; u_j: output row of token j, ū: mean of all output rows
     """
     model: Any = record.model
-    table = (model.output_table if model.head.weight is None else model.head.weight).double()
+    table = output_matrix(model).double()
     tokens = record.inputs.tensors[0][prompt, : record.lengths[prompt]]
     rows = (table[tokens] - table.mean(0)) * model.head.scale  # (T, M)
     states = record[f"decoder.blocks.{len(attention_sites(model)['self']) - 1}.output"][prompt, : len(tokens)].double()
     gains, scales = fold_norm(model.decoder.norm, rows), norm_scale(model.decoder.norm, states)
     scores = []
-    for layer in range(len(attention_sites(model)["self"])):
-        module, call = attention_sites(model)["self"][layer].owner, record.call(layer=layer)
-        assert isinstance(module, MultiHeadAttention)
+    for layer, site in enumerate(attention_sites(model)["self"]):
+        module: Any = site.owner
         weight = module.head_outputs().double()
-        v = call.v[prompt, :, : len(tokens)].double().repeat_interleave(module.n_heads // module.n_kv_heads, 0)
+        v = head_values(record, "self", layer, prompt)[:, : len(tokens)].double()
         moved = torch.einsum("hsd,mhd,sm->hs", v, weight, gains)  # what reading key j adds to its own token's logit
         weights = record.attention(layer=layer).part(batch=prompt)
-        # scales · A, the scaled attention that each key receives, in one pass over the blocks of the map
-        pushed = (scales / len(tokens)).to(weights.dtype).expand(1, module.n_heads, 1, -1)
+        # A / scale summed over queries: the scaled attention that each key receives, in one pass over the map's blocks
+        pushed = (1 / scales / len(tokens)).to(weights.dtype).expand(1, module.n_heads, 1, -1)
         pushed = torch.nn.functional.pad(pushed, (0, weights.shape[2] - len(tokens)))
         received = weights.push(pushed)[0, :, 0, : len(tokens)].double()
         scores.append((received * moved).sum(-1))
@@ -183,16 +186,24 @@ def sink_scores(record: ActivationRecord, *, kind: str | None = None, prompt: in
     """The mean weight that each key gets from the queries that may attend to it, (L, H, S); high for a sink (Gu et al.
     2024)."""
     kind = resolve_kind(record.model, kind)
-    n_queries = (record.inputs.source_lengths if kind == "encoder" else record.lengths)[prompt]
+    n_queries = record.inputs.lengths_in(kind)[prompt]
     scores = []
     for layer in range(len(attention_sites(record.model)[kind])):
         attention = record.attention(layer=layer, kind=kind).part(batch=prompt)
-        n_keys = attention.shape[3]
         real = (torch.arange(attention.shape[2]) < n_queries).to(attention.device, attention.dtype)
         sums = attention.push(real.expand(1, attention.shape[1], 1, -1))[0, :, 0].cpu()
-        n_seeing = n_queries - torch.arange(n_keys) if kind == "self" else torch.full((n_keys,), n_queries)
-        scores.append(sums / n_seeing.clamp(min=1))
+        scores.append(sums / _n_readers(record.call(layer=layer, kind=kind), prompt, n_queries).clamp(min=1))
     return torch.stack(scores)
+
+
+def _n_readers(call: AttentionCall, prompt: int, n_queries: int) -> Tensor:
+    """For each key, how many of the first ``n_queries`` queries may attend to it, (H, S)."""
+    n_batch, n_heads, n_keys = *call.q.shape[:2], call.k.shape[2]
+    counts = torch.zeros(n_heads, n_keys)
+    for rows in split_span(slice(0, n_queries), 1024):
+        allowed, n_rows = call.allowed(rows), rows.stop - rows.start
+        counts += n_rows if allowed is None else allowed.expand(n_batch, n_heads, n_rows, n_keys)[prompt].sum(1).cpu()
+    return counts
 
 
 class MassiveActivation(NamedTuple):
@@ -214,8 +225,12 @@ def massive_activations(
     massive = []
     for name in (name for name in record if name.endswith(".output") and name.count(".") == 3):
         x = record[name].float().abs()
-        median = float(x.median())
-        for prompt, position, dimension in ((x >= least) & (x >= ratio * median)).nonzero().tolist():
+        lengths = torch.tensor(record.inputs.lengths_in(name), device=x.device)
+        real = torch.arange(int(lengths.max()), device=x.device) < lengths[:, None]  # (B, T): False at padding
+        if record.positions is not None:
+            real = real[:, as_span(record.positions, real.shape[1], "positions", x.device)]
+        median = float(x[real].median())
+        for prompt, position, dimension in ((x >= max(least, ratio * median)) & real[..., None]).nonzero().tolist():
             value = float(record[name][prompt, position, dimension])
             massive.append(MassiveActivation(name, prompt, position, dimension, value, abs(value) / max(median, 1e-30)))
     return sorted(massive, key=lambda each: -abs(each.value))[:k]

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..attention import MultiHeadAttention
-from ..layers import Embeddings, LayerNorm, RMSNorm
+from ..layers import Embeddings
 from ..models import Model
 from ..models.components import TokenHead
 from .capture import attention_site, attention_sites, resolve_kind, stacks
 from .notebook import table_html
+from .residual import fold_norm, output_matrix
 from .why import rotation_matrix
 
 Reader = Literal["q", "k", "v"]
@@ -153,8 +154,9 @@ def copying_scores(model: Any) -> Tensor:
     if not isinstance(embed, Embeddings) or embed.projection is not None:
         raise ValueError("copying scores need a model that reads and predicts tokens of one vocabulary")
     stack = stacks(model)["encoder" if model.is_encoder_only else "decoder"]
-    table = (model.output_table if head.weight is None else head.weight).double()
-    product = fold_norm(stack.norm, table).T @ model.token.weight.double()  # (M, M): Σ_t u_t e_tᵀ
+    product = (
+        fold_norm(stack.norm, output_matrix(model).double()).T @ model.token.weight.double()
+    )  # (M, M): Σ_t u_t e_tᵀ
     scores = []
     for layer in range(len(kinds[kind])):
         read, write = _read_weights(model, kind, layer, "v"), _write_weights(model, kind, layer)
@@ -193,18 +195,3 @@ def _write_weights(model: Model, kind: str, layer: int) -> Tensor:
 def _at_least_fp32(weight: Tensor) -> Tensor:
     """QR and SVD do not support half precision."""
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-
-
-def fold_norm(norm: Any, weight: Tensor) -> Tensor:
-    """A weight (…, M) that reads a norm's output as one that reads its input, without the norm's scale."""
-    if isinstance(norm, LayerNorm):
-        scaled = weight * norm.weight.detach().to(weight)
-        return scaled - scaled.mean(-1, keepdim=True)
-    return weight * (norm.weight.detach().to(weight) + norm.offset) if isinstance(norm, RMSNorm) else weight
-
-
-def norm_scale(norm: Any, states: Tensor) -> Tensor:
-    """The factor 1 / σ of each state that ``fold_norm`` leaves out, (T, M) → (T,)."""
-    if isinstance(norm, LayerNorm):
-        return (states.var(-1, unbiased=False) + norm.eps).rsqrt()
-    return (states.square().mean(-1) + norm.eps).rsqrt() if isinstance(norm, RMSNorm) else states.new_ones(len(states))

@@ -102,8 +102,12 @@ def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> SiteEdit:
 
 @contextmanager
 def switch_off(model: Model, heads: Iterable[Head], by: str = "zero") -> Iterator[None]:
-    """Ablate heads (kind, layer, head): replace their output by 0, or with by="mean" by its mean over the text
-    (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with ξ_h = 0)."""
+    """Ablate heads (kind, layer, head): replace their output by 0 (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with
+    ξ_h = 0), or with by="mean" by its mean over all tokens of the pass.
+
+    That mean includes padding, and in a decode step it is the token itself; ``lens.ablation`` has the mean over a data
+    set.
+    """
     if by not in ("zero", "mean"):
         raise ValueError(f"by={by!r} is neither 'zero' nor 'mean'")
 

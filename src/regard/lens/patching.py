@@ -251,6 +251,14 @@ def read_pairs(
     return list(zip(good, bad, strict=True))
 
 
+def metrics_of_pairs(metric: Metric | Sequence[Metric], n_pairs: int) -> list[Metric]:
+    """The metric of each pair: one for all, or a list of one per pair."""
+    metrics = list(metric) if isinstance(metric, Sequence) else [metric] * n_pairs
+    if len(metrics) != n_pairs:
+        raise ValueError(f"there are {len(metrics)} metrics for {n_pairs} pairs of prompts")
+    return metrics
+
+
 def check_ends_differ(pair: int, clean: float | Tensor, corrupted: float | Tensor) -> None:
     """Raise if a pair's metric is the same on both prompts: effects are shares of the difference."""
     if clean == corrupted:
@@ -275,7 +283,10 @@ def patch_targets(model: Model, over: Over, by_position: bool | None, kind: str 
     by_position = over not in ("neurons", *_HEADS) if by_position is None else by_position
     if over in _HEADS:
         return PatchTargets(over, by_position, resolve_kind(model, kind))
-    return PatchTargets(over, by_position, "encoder" if kind == "encoder" or model.is_encoder_only else "self")
+    stack = "encoder" if kind == "encoder" or model.is_encoder_only else "decoder"
+    if stack not in stacks(model):
+        raise ValueError(f"over={over!r} needs a stack of layers on one residual stream, and this model has none")
+    return PatchTargets(over, by_position, "encoder" if stack == "encoder" else "self")
 
 
 def _n_layers(model: Model, targets: PatchTargets) -> int:
@@ -292,8 +303,8 @@ def _average_effects(
 ) -> PatchingResult:
     """The mean over pairs of their effects, each as a share of the pair's difference between clean and corrupted."""
     shares, ends = [], []
-    for index, (good, bad) in enumerate(pairs):
-        change, (clean, corrupted) = effects(good, bad, metric[index] if isinstance(metric, Sequence) else metric)
+    for index, ((good, bad), pair_metric) in enumerate(zip(pairs, metrics_of_pairs(metric, len(pairs)), strict=True)):
+        change, (clean, corrupted) = effects(good, bad, pair_metric)
         check_ends_differ(index, clean, corrupted)
         shares.append((change / (clean - corrupted)).detach().cpu())
         ends.append((float(clean), float(corrupted)))

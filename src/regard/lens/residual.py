@@ -69,6 +69,12 @@ def residual_stack(model: Any, name: str) -> Stack:
     return stack
 
 
+def check_reads_source(model: Any) -> None:
+    """Raise if a decoder reads a resampler's vectors instead of the encoder's states."""
+    if getattr(model, "resampler", None) is not None:
+        raise ValueError("this decoder reads the vectors of a resampler, not the states of source tokens")
+
+
 def split_residual(
     record: ActivationRecord, place: Place, layer: int, readout: Tensor, part: str = "attention"
 ) -> ResidualSplit:
@@ -78,7 +84,8 @@ def split_residual(
     "attention" reads the output of the layer below, "cross_attention" that of the attention of its own layer.
     """
     stack = residual_stack(record.model, place.stack)
-    zeros = torch.zeros(layer, len(readout), dtype=torch.float64, device=record.model.device)
+    n_layers = layer + (part == "cross_attention")  # with the attention of its own layer
+    zeros = torch.zeros(n_layers, len(readout), dtype=torch.float64, device=record.model.device)
     split = ResidualSplit({}, {}, zeros.clone(), zeros.clone(), readout.new_zeros(len(readout)))
     reader = _Reader(record, place, split, readout)
     if part == "cross_attention":
@@ -195,31 +202,46 @@ def text_embeddings(record: ActivationRecord, place: Place) -> tuple[Embeddings,
     return module, vectors
 
 
+def output_matrix(model: Any) -> Tensor:
+    """The matrix (V, M) from which a token head computes its logits: its own, or the token table."""
+    return model.output_table if model.head.weight is None else model.head.weight
+
+
 def readout_before_norm(norm: Any, x: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
     """A readout (K, M) of a norm's output as one of its input x (M,), with the scale held fixed; and a constant (K,).
 
     LayerNorm  y = (x − mean x) · weight / σ + bias      RMSNorm  y = x · (weight + offset) / rms
     """
-    nothing = readout.new_zeros(len(readout))
+    bias = getattr(norm, "bias", None)
+    constant = readout.new_zeros(len(readout)) if bias is None else readout @ bias.double()
+    return fold_norm(norm, readout) / norm_scale(norm, x), constant
+
+
+def fold_norm(norm: Any, readout: Tensor) -> Tensor:
+    """A readout (…, M) of a norm's output as one of its input, without the division by the norm's scale."""
+    scaled = readout * norm_gain(norm).to(readout)
+    return scaled - scaled.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else scaled
+
+
+def norm_gain(norm: Any) -> Tensor:
+    """The factors (M,) or (1,) of a norm, a layer scale or a gate, in fp64; 1 where there is none."""
     if norm is None or isinstance(norm, nn.Identity):
-        return readout, nothing
-    if isinstance(norm, LayerNorm):
-        bias = nothing if norm.bias is None else readout @ norm.bias.double()
-        scaled = readout * norm.weight.double() / norm_scale(norm, x)
-        return scaled - scaled.mean(-1, keepdim=True), bias
-    if isinstance(norm, RMSNorm):
-        return readout * (norm.weight.double() + norm.offset) / norm_scale(norm, x), nothing
+        return torch.ones(1, dtype=torch.float64)
     if isinstance(norm, TanhGate):
-        return readout * norm.gate.double().tanh(), nothing
-    if isinstance(norm, LayerScale):
-        return readout * norm.weight.double(), nothing
+        return norm.gate.detach().double().tanh()
+    if isinstance(norm, LayerNorm | LayerScale):
+        return norm.weight.detach().double()
+    if isinstance(norm, RMSNorm):
+        return norm.weight.detach().double() + norm.offset
     raise ValueError(f"{type(norm).__name__} cannot be split; LayerNorm and RMSNorm can")
 
 
-def norm_scale(norm: LayerNorm | RMSNorm, x: Tensor) -> Tensor:
-    """The divisor of a norm for x (…, M): the standard deviation (LayerNorm) or root mean square (RMSNorm)   (…)"""
-    square = x.var(-1, unbiased=False) if isinstance(norm, LayerNorm) else x.square().mean(-1)
-    return (square + norm.eps).sqrt()
+def norm_scale(norm: Any, x: Tensor) -> Tensor:
+    """The divisor of a norm for x (…, M): the standard deviation (LayerNorm), the root mean square (RMSNorm), or 1 for
+    anything else   (…)"""
+    if isinstance(norm, LayerNorm):
+        return (x.var(-1, unbiased=False) + norm.eps).sqrt()
+    return (x.square().mean(-1) + norm.eps).sqrt() if isinstance(norm, RMSNorm) else x.new_ones(x.shape[:-1])
 
 
 def norm_before(model: Any, name: str) -> tuple[LayerNorm | RMSNorm, str]:
