@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from models.small import inputs_of, small, small_config, source_of
+from regard.layers.quantised_linear import quantise
 from regard.lens.activations import ActivationRecord, capture
 from regard.lens.capture import attention_sites
 from regard.lens.contributions import token_contributions
+from regard.lens.head_roles import head_roles
+from regard.lens.head_weights import ov_circuit
 from regard.lens.interventions import patch, switch_off
+from regard.lens.residual import Place, text_embeddings
 from regard.lens.residual_graph import ResidualGraph
 from regard.models import Model
 
@@ -201,3 +205,23 @@ def test_a_resampler_stands_between_the_decoder_and_the_source() -> None:
     ):
         with pytest.raises(ValueError, match="reads the vectors of a resampler"):
             ask()
+
+
+def test_integers_are_not_taken_for_weights() -> None:
+    model = quantise(small("gpt2"))
+    record = capture(model, *inputs_of(model.config))
+    for ask in (
+        lambda: record.logit_attribution(1),
+        lambda: record.why(layer=1, head=0, row=2, col=1),
+        lambda: record.head_results(layer=0),
+        lambda: token_contributions(record),
+        lambda: ResidualGraph(model),
+        lambda: ov_circuit(model, 0, 0),
+        lambda: head_roles(model),
+    ):
+        with pytest.raises(ValueError, match="int8 weights cannot be split"):
+            ask()
+    sinusoids = quantise(small("gpt2", positions="sinusoidal"))
+    record = capture(sinusoids, *inputs_of(sinusoids.config))
+    _, vectors = text_embeddings(record, Place("decoder", 1, 3))
+    torch.testing.assert_close(sum(vectors.values()), record.at("decoder", 1, 3))

@@ -316,6 +316,7 @@ def test_the_target_may_be_ids_and_may_have_its_end_already(seen: Look) -> None:
         (lambda x: x.next(0, temperature=-1.0), r"temperature=-1.0 must be a positive number"),
         (lambda x: x.top(0), r"k=0 must be at least 1"),
         (lambda x: x.pooled(h=0), r"h=0 must be at least 1"),
+        (lambda x: x.words().pooled(reduce="min"), r"reduce='min' is neither 'mean' nor 'max'"),
     ],
 )
 def test_what_is_out_of_range_is_said_in_one_sentence(seen: Look, ask: Any, message: str) -> None:

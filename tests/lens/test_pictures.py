@@ -160,6 +160,8 @@ def test_a_part_and_an_overview(seen: Look, tmp_path: Path) -> None:
     torch.testing.assert_close(same.values, whole.values, atol=1e-6, rtol=1e-4)
     uneven = select_head(look, 0, 0, rows=slice(0, 7), cols=slice(0, 7)).sheet(7, 2)
     assert [label.text for label in uneven.cols] == ["0", "4"]
+    last = select_head(look, 0, 0, rows=slice(-6, None), cols=slice(0, 7)).sheet(2, 7)
+    assert [label.text for label in last.rows] == ["1,194", "1,197"]
     left, right = look.weights(layer=0, head=0, rows=slice(0, 7), cols=slice(0, 7)).split([4, 3], 1)
     torch.testing.assert_close(uneven.values, torch.stack([left.mean(1), right.mean(1)], 1))
 

@@ -22,7 +22,15 @@ from .capture import attention_name, attention_site, resolve_layer
 from .contributions import head_values
 from .look import check_index
 from .notebook import table_html
-from .residual import Place, ResidualSplit, output_matrix, readout_before_norm, residual_stack, split_residual
+from .residual import (
+    Place,
+    ResidualSplit,
+    check_float_weights,
+    output_matrix,
+    readout_before_norm,
+    residual_stack,
+    split_residual,
+)
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -115,6 +123,7 @@ def logit_attribution(
     against  another token or class: split the difference of the two logits
     """
     model: Any = record.model
+    check_float_weights(model)
     name = "encoder" if model.is_encoder_only else "decoder"
     index = record.index(prompt, position)
     head = model.class_head if model.class_head is not None else model.head

@@ -24,7 +24,7 @@ from ..attention.frame import ALL
 from ..layers import LayerNorm
 from .capture import attention_name, attention_site, attention_sites, resolve_kind, resolve_layer
 from .notebook import heatmap_html
-from .residual import check_reads_source, norm_gain, norm_scale, residual_stack
+from .residual import check_float_weights, check_reads_source, norm_gain, norm_scale, residual_stack
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -66,6 +66,7 @@ def head_values(record: ActivationRecord, kind: str, layer: int, prompt: int) ->
         raise ValueError(f"{type(module).__name__} has no values of single heads")
     if module.n_global:
         raise ValueError("with global_projections a key has one value for global and one for other queries")
+    check_float_weights(module)
     return record.call(layer=layer, kind=kind).v[prompt].repeat_interleave(module.n_heads // module.n_kv_heads, 0)
 
 

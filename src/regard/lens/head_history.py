@@ -198,9 +198,14 @@ def _look_at_each(model: Model, what: Any, target: Any) -> list[Look]:
         if model.config.source != "text" or model.is_encoder_decoder:
             raise ValueError("repeated random tokens are for models of one text; give this model an input")
         return [look(model, row) for row in repeated_tokens(model)]
-    sources = what if isinstance(what, list | tuple) and not isinstance(what[0], int) else [what]
-    targets = target if isinstance(target, list | tuple) else [target] * len(sources)
-    return [look(model, *both) for both in zip(sources, targets, strict=True)]
+    if not isinstance(what, list | tuple) or (what and isinstance(what[0], int)):
+        return [look(model, what, target)]
+    if not what:
+        raise ValueError("there are no texts to look at")
+    targets = target if isinstance(target, list | tuple) else [target] * len(what)
+    if len(targets) != len(what):
+        raise ValueError(f"there are {len(targets)} targets for {len(what)} sources")
+    return [look(model, *both) for both in zip(what, targets, strict=True)]
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from .head_history import repeated_tokens
 from .head_weights import copying_scores
 from .look import look
 from .notebook import table_html
-from .residual import fold_norm, norm_scale, output_matrix
+from .residual import check_float_weights, fold_norm, norm_scale, output_matrix
 from .why import split_query
 
 # Minimum score of each role.
@@ -110,6 +110,7 @@ def head_roles(model: Model, what: Sequence[Any] | None = None) -> HeadRoles:
 
     what  None: repeated random tokens, which do not determine inhibition
     """
+    check_float_weights(model)
     if not model.is_decoder_only or not isinstance(model.head, TokenHead):
         raise ValueError("head roles are defined for language models only")
     if what is None:

@@ -20,7 +20,7 @@ from ..models import Model
 from ..models.components import TokenHead
 from .capture import attention_site, attention_sites, resolve_kind, stacks
 from .notebook import table_html
-from .residual import fold_norm, output_matrix
+from .residual import check_float_weights, fold_norm, output_matrix
 from .why import rotation_matrix
 
 Reader = Literal["q", "k", "v"]
@@ -171,6 +171,7 @@ def _module(model: Model, kind: str | None, layer: int, head: int) -> tuple[Mult
     module = attention_site(model, resolve_kind(model, kind), layer, head).owner
     if not isinstance(module, MultiHeadAttention):
         raise ValueError(f"{type(module).__name__} has no weights of single heads")
+    check_float_weights(module)
     return module, head * module.n_kv_heads // module.n_heads
 
 

@@ -102,11 +102,10 @@ def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> SiteEdit:
 
 @contextmanager
 def switch_off(model: Model, heads: Iterable[Head], by: str = "zero") -> Iterator[None]:
-    """Ablate heads (kind, layer, head): replace their output by 0 (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with
-    ξ_h = 0), or with by="mean" by its mean over all tokens of the pass.
+    """Ablate heads (kind, layer, head): replace their output by 0, or with by="mean" by its mean over all tokens of the
+    pass (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with ξ_h = 0).
 
-    That mean includes padding, and in a decode step it is the token itself; ``lens.ablation`` has the mean over a data
-    set.
+    That mean includes padding, and in a decode step it is the token itself; ``ablate`` has the mean over a data set.
     """
     if by not in ("zero", "mean"):
         raise ValueError(f"by={by!r} is neither 'zero' nor 'mean'")
@@ -199,10 +198,11 @@ def _position_change(change: Change, positions: Pick | None, name: str) -> Outpu
         span = slice(0, n_tokens) if positions is None else as_span(positions, n_tokens, "positions", x.device)
         old = x[..., span, :]
         if isinstance(change, Tensor):
-            is_whole_text = positions is not None and change.shape[-2] == n_tokens
-            new = (change[..., span, :] if is_whole_text else change).to(x)
+            is_whole_text = positions is not None and change.shape[-2:-1] == (n_tokens,)
+            new = change[..., span, :] if is_whole_text else change
         else:
             new = change(old)
+        new = new.to(x)
         lead = old.dim() - new.dim()  # leading dimensions broadcast: one run's activations may patch a whole batch
         fits = lead >= 0 and new.shape[-2:] == old.shape[-2:]
         if not fits or any(n not in (1, m) for n, m in zip(new.shape, old.shape[lead:], strict=True)):

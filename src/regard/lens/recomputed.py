@@ -17,7 +17,7 @@ from ..generation.generate import inference
 from ..models import Model
 from ..models.base_model import mask_from_padding
 from ..models.sites import CLASSES, HookSite, norms_around
-from .residual import norm_scale
+from .residual import check_float_weights, norm_scale
 
 
 class RecomputedActivation:
@@ -76,6 +76,7 @@ def derive_later(site: HookSite, kept: Mapping[str, Tensor | RecomputedActivatio
 
 def results_of_heads(module: Any, heads: Tensor) -> Tensor:
     """What each head of an attention writes: head_h W_o,h   (B, H, T, D) → (B, H, T, M)"""
+    check_float_weights(module)
     return torch.einsum("bhtd,mhd->bhtm", heads, module.head_outputs())
 
 

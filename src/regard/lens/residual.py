@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
 from ..layers import Embeddings, LayerNorm, LayerScale, RMSNorm, TanhGate
+from ..layers.quantised_linear import Int8Linear
 from ..models.block import Block, Stack, SublayerNorms
 from ..models.experts import Experts
 from ..models.sites import norms_around
@@ -67,6 +68,12 @@ def residual_stack(model: Any, name: str) -> Stack:
     if not isinstance(stack, Stack):
         raise ValueError("this model merges its tokens between stages, so there is no residual stream to split")
     return stack
+
+
+def check_float_weights(module: nn.Module) -> None:
+    """Raise if a module is quantised: its weights are integers without their scales."""
+    if any(isinstance(part, Int8Linear) for part in module.modules()):
+        raise ValueError("int8 weights cannot be split into parts; use the model that was quantised")
 
 
 def check_reads_source(model: Any) -> None:
@@ -192,13 +199,14 @@ def text_embeddings(record: ActivationRecord, place: Place) -> tuple[Embeddings,
     tokens = record.inputs.tensors[-1 if is_target else 0][place.prompt][None]
     at = place.position
     table = model.target_table if is_target else model.token
-    vectors = {"token": table(tokens[:, at : at + 1])[0, 0].double()}
+    token = table(tokens[:, at : at + 1])[0, 0]
+    vectors = {"token": token.double()}
     if module.segment is not None:
         vectors["segment"] = module.segment.weight[0].double() * module.segment.scale
     if module.position is not None:
         positions = embedding_positions(model.config, tokens)
         index = torch.tensor([at], device=tokens.device) if positions is None else positions[0, at : at + 1]
-        vectors["position"] = module.position(index, table.weight.dtype)[-1].double()
+        vectors["position"] = module.position(index, token.dtype)[-1].double()
     return module, vectors
 
 

@@ -30,7 +30,7 @@ from .activations import ActivationRecord, Metric, PassInputs, capture_inputs
 from .capture import Head, stacks
 from .interventions import patch
 from .patching import check_ends_differ, metrics_of_pairs, read_pairs
-from .residual import check_reads_source
+from .residual import check_float_weights, check_reads_source
 
 
 class Edge(NamedTuple):
@@ -71,6 +71,7 @@ class ResidualGraph:
         if len({layers[0].attention.d_model for layers in blocks.values()}) > 1:
             raise ValueError("circuits need an encoder and a decoder of the same width")
         check_reads_source(model)
+        check_float_weights(model)
         self.writers: list[str] = []
         self.readers: list[str] = []
         self.feeds: list[set[int]] = []  # for each reader: the writers whose output depends on it

@@ -17,7 +17,14 @@ from ..attention import Dot, MultiHeadAttention
 from ..attention.mechanisms import Sigmoid
 from .capture import attention_site
 from .notebook import table_html
-from .residual import Place, check_reads_source, readout_before_norm, residual_stack, split_residual
+from .residual import (
+    Place,
+    check_float_weights,
+    check_reads_source,
+    readout_before_norm,
+    residual_stack,
+    split_residual,
+)
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -104,6 +111,7 @@ def _dot_attention(record: ActivationRecord, kind: str, layer: int, head: int) -
     mechanism = module.mechanism if isinstance(module, MultiHeadAttention) else None
     if not isinstance(mechanism, Dot) or mechanism.kind not in ("dot", "capped", "sigmoid"):
         raise ValueError("only a score that is a dot product of query and key can be split")
+    check_float_weights(record.model)
     return module
 
 
