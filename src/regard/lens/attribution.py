@@ -26,6 +26,7 @@ from .residual import (
     Place,
     ResidualSplit,
     check_float_weights,
+    layer_block,
     output_matrix,
     readout_before_norm,
     residual_stack,
@@ -74,11 +75,11 @@ class LogitAttribution:
         """The contribution of each neuron of a feed-forward network   (F,)"""
         total = torch.zeros(())
         for place, split in self.splits:
-            stack: Any = residual_stack(self.record.model, place.stack)
-            name = f"{place.stack}.blocks.{check_index('layer', layer, stack.n_layers, '')}"
+            layer = check_index("layer", layer, residual_stack(self.record.model, place.stack).n_layers, "")
+            name = f"{place.stack}.blocks.{layer}"
             if f"{name}.ff.neurons" not in self.record.model.sites():
                 raise ValueError("this model has no neurons that all tokens share: it has experts, or no networks")
-            weight = stack.blocks[layer % len(stack.blocks)].ff.w_out.weight
+            weight = layer_block(self.record.model, place.stack, layer).ff.w_out.weight
             neurons = self.record.at(f"{name}.ff.neurons", place.prompt, place.position)
             total = total + split.readouts[f"{name}.ff"][0] @ weight.double() * neurons
         return total
@@ -176,8 +177,8 @@ def _head_readings(
     if isinstance(head, TagHead):
         return [(index, *_class_readout(head.out, outputs, signs))]
     if len(head.others):  # one linear layer per class token, and the mean of their logits
-        class_tokens = [_class_readout(out, outputs, signs) for out in (head.out, *head.others)]
-        return [(at, *(x / len(class_tokens) for x in both)) for at, both in enumerate(class_tokens)]
+        shares = [_class_readout(out, outputs, signs / (1 + len(head.others))) for out in (head.out, *head.others)]
+        return [(at, readout, constant) for at, (readout, constant) in enumerate(shares)]
     return _pooled_readings(record, head.pooler, prompt, final, *_class_readout(head.out, outputs, signs))
 
 

@@ -24,7 +24,7 @@ from ..attention.frame import ALL
 from ..layers import LayerNorm
 from .capture import attention_name, attention_site, attention_sites, resolve_kind, resolve_layer
 from .notebook import heatmap_html
-from .residual import check_float_weights, check_reads_source, norm_gain, norm_scale, residual_stack
+from .residual import check_float_weights, check_reads_source, layer_block, norm_gain, norm_scale
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -146,8 +146,7 @@ def layer_contributions(record: ActivationRecord, *, layer: int, kind: str | Non
     """
     model: Any = record.model
     kind, layer = resolve_layer(model, kind, layer)
-    stack: Any = residual_stack(model, "encoder" if kind == "encoder" else "decoder")
-    block = stack.blocks[layer % len(stack.blocks)]
+    block = layer_block(model, kind, layer)
     norms = block.residuals().cross if kind == "cross" else block.residuals().attention
     name = attention_name(kind, layer)
     before = f"{name.rpartition('.')[0]}.{'after_attention' if kind == 'cross' else 'input'}"

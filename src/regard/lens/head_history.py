@@ -26,6 +26,7 @@ from ..foundation.progress import track
 from ..models import Model, open_model
 from .look import Look, look
 from .notebook import figure_html
+from .patterns import nan_to_none
 
 PATTERNS = ("previous", "induction", "repeated", "first")  # scored by default
 LEAST = 0.4  # the score from which a head has a pattern, as in ``HeadPatterns.label``
@@ -56,20 +57,14 @@ class HeadHistory:
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary for JSON: scores as nested lists [step][layer][head], None for NaN."""
-
-        def plain(values: Any) -> Any:
-            if isinstance(values, list):
-                return [plain(value) for value in values]
-            return None if isinstance(values, float) and math.isnan(values) else values
-
         births = {
             pattern: [
                 {"layer": layer, "head": head, "step": step} for (layer, head), step in self.births(pattern).items()
             ]
             for pattern in self.scores
         }
-        scores = {name: plain(x.tolist()) for name, x in self.scores.items()}
-        losses = {"loss": plain(self.loss), "repeat_loss": plain(self.repeat_loss)}
+        scores = {name: nan_to_none(x.tolist()) for name, x in self.scores.items()}
+        losses = {"loss": nan_to_none(self.loss), "repeat_loss": nan_to_none(self.repeat_loss)}
         return {"kind": self.kind, "steps": self.steps, **losses, "scores": scores, "births": births}
 
     def to_text(self) -> str:

@@ -11,6 +11,7 @@ inhibition  how far a head shifts the scores of movers from tokens that occur tw
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from .head_history import repeated_tokens
 from .head_weights import copying_scores
 from .look import look
 from .notebook import table_html
+from .patterns import nan_to_none
 from .residual import check_float_weights, fold_norm, norm_scale, output_matrix
 from .why import split_query
 
@@ -61,46 +63,41 @@ class HeadRoles:
         return [(*divmod(index, x.shape[1]), value) for value, index in pairs if value > -math.inf]
 
     def to_dict(self) -> dict[str, Any]:
-        n_layers, n_heads = next(iter(self.scores.values())).shape
-        scores = {
-            name: [[None if math.isnan(value) else value for value in layer] for layer in x.tolist()]
-            for name, x in self.scores.items()
-        }
-        return {
-            **scores,
-            "labels": [[self.labels(layer, head) for head in range(n_heads)] for layer in range(n_layers)],
-        }
+        n_layers, n_heads = self._shape
+        scores = {name: nan_to_none(x.tolist()) for name, x in self.scores.items()}
+        labels = [[self.labels(layer, head) for head in range(n_heads)] for layer in range(n_layers)]
+        return {**scores, "labels": labels}
 
     def to_text(self) -> str:
         """A line for each head: its scores, then its roles."""
         names = list(self.scores)
         lines = ["  head  " + "  ".join(f"{name:>10}" for name in names)]
-        n_layers, n_heads = self.scores[names[0]].shape
-        for layer in range(n_layers):
-            for head in range(n_heads):
-                values = "  ".join(f"{float(self.scores[name][layer, head]):10.2f}" for name in names)
-                lines.append(
-                    f"{f'L{layer + 1}H{head + 1}':>6}  {values}  {', '.join(self.labels(layer, head))}".rstrip()
-                )
+        for head, roles, *scores in self._rows():
+            lines.append(f"{head:>6}  {'  '.join(f'{score:10.2f}' for score in scores)}  {', '.join(roles)}".rstrip())
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        n_layers, n_heads = next(iter(self.scores.values())).shape
-        heads = [(layer, head) for layer in range(n_layers) for head in range(n_heads)]
-        rows = [
+    def _rows(self) -> list[tuple[Any, ...]]:
+        """For each head its name, its roles and its scores."""
+        return [
             (
                 f"L{layer + 1}H{head + 1}",
-                ", ".join(self.labels(layer, head)),
+                self.labels(layer, head),
                 *(float(x[layer, head]) for x in self.scores.values()),
             )
-            for layer, head in heads
-            if self.labels(layer, head)
+            for layer, head in itertools.product(*map(range, self._shape))
         ]
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(next(iter(self.scores.values())).shape)
+
+    def _repr_html_(self) -> str:
+        rows = [(head, ", ".join(roles), *scores) for head, roles, *scores in self._rows() if roles]
         return table_html(("head", "roles", *self.scores), rows, repr(self))
 
     def __repr__(self) -> str:
-        n_layers, n_heads = next(iter(self.scores.values())).shape
-        labels = [name for layer in range(n_layers) for head in range(n_heads) for name in self.labels(layer, head)]
+        n_layers, n_heads = self._shape
+        labels = [name for _, roles, *_ in self._rows() for name in roles]
         counts = ", ".join(f"{labels.count(name)} {name}" for name in self.scores if name in labels)
         return f"HeadRoles({n_layers} layers × {n_heads} heads: {counts or 'no roles'})"
 

@@ -20,7 +20,7 @@ from ..models import Model
 from ..models.components import TokenHead
 from .capture import attention_site, attention_sites, resolve_kind, stacks
 from .notebook import table_html
-from .residual import check_float_weights, fold_norm, output_matrix
+from .residual import check_float_weights, fold_norm, layer_block, output_matrix
 from .why import rotation_matrix
 
 Reader = Literal["q", "k", "v"]
@@ -179,8 +179,7 @@ def _read_weights(model: Any, kind: str, layer: int, side: str) -> Tensor:
     """W_q, W_k or W_v of each head with the norm's gain folded in, at least fp32: (H or G, D, M)."""
     module, _ = _module(model, kind, layer, 0)
     weight = _at_least_fp32({"q": module.w_q, "k": module.w_k, "v": module.w_v}[side])
-    stack: Any = stacks(model)["encoder" if kind == "encoder" else "decoder"]
-    norms = stack.blocks[layer % len(stack.blocks)].residuals()
+    norms = layer_block(model, kind, layer).residuals()
     norm = norms.cross.before if kind == "cross" else norms.attention.before
     if kind == "cross" and side != "q":  # keys and values come from the encoder's last states
         norm = stacks(model)["encoder"].norm

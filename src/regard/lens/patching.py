@@ -202,26 +202,18 @@ def _recompute_attention(
     A query changes only its own row, so one call serves all positions; keys are changed one position at a time.
     """
     before = run(corrupted, "auto").output
-    point: Literal["q", "k"] = "q" if targets.over == "q" else "k"
-    new: Tensor = getattr(clean, point)
-    if targets.over == "q" or not targets.by_position:
-        after = run(_replace_point(corrupted, point, new), "auto").output
-        product = (after - before) * gradient
-        if targets.over == "k":  # sum over the query heads that share a key head
-            product = product.unflatten(1, (new.shape[1], -1)).sum(2)
+    if targets.over == "q":
+        product = (run(replace(corrupted, q=clean.q), "auto").output - before) * gradient
         return _sum_to_axes(targets, product[0])
+    n_key_heads, n_keys = clean.k.shape[1:3]
     estimates = []
-    for position in range(new.shape[2]):
+    for position in range(n_keys) if targets.by_position else [slice(None)]:
         keys = corrupted.k.clone()
-        keys[:, :, position] = new[:, :, position]
-        product = (run(_replace_point(corrupted, "k", keys), "auto").output - before) * gradient
-        estimates.append(product[0].sum((-1, -2)).unflatten(0, (new.shape[1], -1)).sum(1))
-    return torch.stack(estimates, dim=1)  # (G, positions)
-
-
-def _replace_point(call: AttentionCall, point: Literal["q", "k"], x: Tensor) -> AttentionCall:
-    """The call with its queries or keys replaced."""
-    return replace(call, q=x) if point == "q" else replace(call, k=x)
+        keys[:, :, position] = clean.k[:, :, position]
+        product = (run(replace(corrupted, k=keys), "auto").output - before) * gradient
+        by_head = product[0].sum((-1, -2))
+        estimates.append(by_head.unflatten(0, (n_key_heads, -1)).sum(1))  # over the heads that share a key head
+    return torch.stack(estimates, dim=1) if targets.by_position else estimates[0]  # (G, positions) or (G,)
 
 
 def _sum_to_axes(targets: PatchTargets, x: Tensor) -> Tensor:

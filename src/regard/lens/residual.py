@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 @dataclass
 class ResidualSplit:
-    """A readout of a token's state, split by writer. Everything is fp64; the parts sum to ``total``."""
+    """A readout of a token's state, split by writer. Everything is fp64; the parts sum to the readout."""
 
     embeddings: dict[str, Tensor]  # "token", "position" and "segment", or one "embedding" for all: (K,)
     heads: dict[str, Tensor]  # by kind of attention: (layers, H, K)
@@ -45,11 +45,6 @@ class ResidualSplit:
     ff: Tensor  # (layers, K): feed-forward networks without their biases
     bias: Tensor  # (K,): biases of norms, projections and feed-forward networks
     readouts: dict[str, Tensor] = field(default_factory=dict)  # by sub-layer: the readout of its output (K, M)
-
-    @property
-    def total(self) -> Tensor:
-        parts = [*self.embeddings.values(), *(x.sum((0, 1)) for x in self.heads.values())]
-        return torch.stack([*parts, self.mixers.sum(0), self.ff.sum(0), self.bias]).sum(0)
 
     def writers(self) -> Iterator[tuple[str, Tensor]]:
         """Each part (K,) with its name: "token", "self.0.3" (kind, layer, head), "ff.1", "bias"."""
@@ -68,6 +63,12 @@ def residual_stack(model: Any, name: str) -> Stack:
     if not isinstance(stack, Stack):
         raise ValueError("this model merges its tokens between stages, so there is no residual stream to split")
     return stack
+
+
+def layer_block(model: Any, stack: str, layer: int) -> Any:
+    """The block of a layer, in a stack given by its name or by a kind of its attention; layers may share a block."""
+    blocks = residual_stack(model, "encoder" if stack == "encoder" else "decoder").blocks
+    return blocks[layer % len(blocks)]
 
 
 def check_float_weights(module: nn.Module) -> None:
@@ -90,15 +91,14 @@ def split_residual(
 
     "attention" reads the output of the layer below, "cross_attention" that of the attention of its own layer.
     """
-    stack = residual_stack(record.model, place.stack)
     n_layers = layer + (part == "cross_attention")  # with the attention of its own layer
     zeros = torch.zeros(n_layers, len(readout), dtype=torch.float64, device=record.model.device)
     split = ResidualSplit({}, {}, zeros.clone(), zeros.clone(), readout.new_zeros(len(readout)))
     reader = _Reader(record, place, split, readout)
     if part == "cross_attention":
-        reader.descend(layer, stack.blocks[layer % len(stack.blocks)], ["attention"])
+        reader.descend(layer, ["attention"])
     for index in reversed(range(layer)):
-        reader.descend(index, stack.blocks[index % len(stack.blocks)])  # layers may share blocks
+        reader.descend(index)
     reader.read_embeddings()
     for kind, parts in split.heads.items():
         split.heads[kind] = parts.flip(0)  # they were collected from the last layer down
@@ -111,9 +111,9 @@ class _Reader:
     def __init__(self, record: ActivationRecord, place: Place, split: ResidualSplit, readout: Tensor) -> None:
         self.record, self.place, self.split, self.readout = record, place, split, readout
 
-    def descend(self, layer: int, block: Any, parts: Iterable[str] = ("attention", "cross_attention", "ff")) -> None:
+    def descend(self, layer: int, parts: Iterable[str] = ("attention", "cross_attention", "ff")) -> None:
         """Go from the state after a layer, or after some of its sub-layers, to the state before it."""
-        assert isinstance(block, Block)
+        block = layer_block(self.record.model, self.place.stack, layer)
         norms, name = block.residuals(), f"{self.place.stack}.blocks.{layer}"
         if norms.parallel:
             self._read(layer, name, "ff", block, norms.ff, self.readout)

@@ -65,7 +65,9 @@ class ResidualGraph:
 
     def __init__(self, model: Any) -> None:
         by_name = stacks(model)
-        blocks = {name: [x.blocks[n % len(x.blocks)] for n in range(x.n_layers)] for name, x in by_name.items()}
+        blocks: dict[str, list[Any]] = {
+            name: [x.blocks[n % len(x.blocks)] for n in range(x.n_layers)] for name, x in by_name.items()
+        }
         if not by_name or not all(_is_supported(block) for layers in blocks.values() for block in layers):
             raise ValueError("circuits need a pre-norm model with attention heads and a residual stream in every layer")
         if len({layers[0].attention.d_model for layers in blocks.values()}) > 1:

@@ -216,7 +216,8 @@ def train_tuned_lens(
     Each text is cut to ``max_len`` tokens, or to the model's maximum length. The model itself does not change.
     """
     max_len = min(max_len, max_text_length(model.config))
-    rows = [row[:max_len] for row in _token_rows(model, texts)]
+    encode = ModelTokenizers(model).encode_inputs
+    rows = [(encode([text])[0] if isinstance(text, str) else list(text))[:max_len] for text in texts]
     rows = [row for row in rows if len(row) > 1]
     if len(rows) < 2:
         raise BadData(
@@ -239,12 +240,6 @@ def train_tuned_lens(
         optimiser.step()
         decay.step()
     return TunedLensReport(lens, before, _divergences(model, lens, held_out, batch))
-
-
-def _token_rows(model: Model, texts: Sequence[Any]) -> list[list[int]]:
-    return [
-        list(text) if not isinstance(text, str) else ModelTokenizers(model).encode_inputs([text])[0] for text in texts
-    ]
 
 
 def _layer_losses(model: Any, lens: TunedLens, rows: list[list[int]]) -> Iterator[tuple[int, Tensor]]:

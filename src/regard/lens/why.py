@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..attention import Dot, MultiHeadAttention
 from ..attention.mechanisms import Sigmoid
+from ..models.sites import norms_around
 from .capture import attention_site
 from .notebook import table_html
 from .residual import (
@@ -176,15 +177,13 @@ def _reading_state(
     record: ActivationRecord, module: MultiHeadAttention, place: Place, layer: int | None
 ) -> tuple[str, Any]:
     """The site of the state from which a query or key is computed, and the norm in between."""
-    stack: Any = residual_stack(record.model, place.stack)
+    stack = residual_stack(record.model, place.stack)
     if layer is None:
         check_reads_source(record.model)
         return f"{place.stack}.blocks.{stack.n_layers - 1}.output", stack.norm
-    block = stack.blocks[layer % len(stack.blocks)]
-    residuals = block.residuals()
-    if module is block.cross_attention:
-        return f"{place.stack}.blocks.{layer}.after_attention", residuals.cross.before
-    return f"{place.stack}.blocks.{layer}.input", residuals.attention.before
+    part = "cross_attention" if module.cross else "attention"
+    norms, before = norms_around(record.model.sites()[f"{place.stack}.blocks.{layer}.{part}.input"])
+    return before, norms.before
 
 
 def rotation_matrix(rope: Any, width: int, position: int, n_tokens: int) -> Tensor:
