@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import regard
 from models.small import inputs_of, small
 from regard.lens.activations import capture
 from regard.lens.head_roles import HeadRoles, head_roles, massive_activations, moved_logits, sink_scores
@@ -82,6 +83,12 @@ def test_the_weight_a_key_gets_and_activations_out_of_range() -> None:
     (found,) = massive_activations(record)
     assert found[:5] == (site, 1, 2, 5, -5e4)
     assert isinstance(HeadRoles({"sink": torch.zeros(1, 2)}).labels(0, 1), list)
+
+
+def test_a_learned_sink_is_not_the_first_token() -> None:
+    model, tokens = small("gpt2", attention_sinks=True), [5, 6, 7, 5, 8, 9]
+    weights = torch.stack([regard.look(model, tokens).map(layer=layer).tile()[0] for layer in range(2)])
+    torch.testing.assert_close(head_roles(model, [tokens]).scores["sink"], weights[:, :, 1:, 0].mean(-1))
 
 
 def test_padding_is_not_searched_for_massive_activations() -> None:

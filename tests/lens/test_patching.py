@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from generation.spoken import classifier
 from models.small import inputs_of, small, source_of
 from regard.lens import patch_runner
 from regard.lens.activations import capture
@@ -184,6 +185,16 @@ def test_behind_a_saturated_softmax_only_the_refitted_attention_sees_the_effect(
     fixed = attribution_patching(model, clean, corrupted, metric, over="q").effects
     torch.testing.assert_close(fixed, exact)
     assert exact.abs().max() > 100 * plain.abs().max()
+
+
+def test_classes_are_named() -> None:
+    model = classifier()
+    assert model.processor.labels == ("cats", "dogs", "plays")
+    assert logit_difference(model, "dogs", "plays") == logit_difference(model, 1, 2)
+    with pytest.raises(ValueError, match="'birds' is not one of the classes: cats, dogs, plays"):
+        logit_difference(model, "birds", "cats")
+    with pytest.raises(ValueError, match="99 is not one of the 3 outputs of this model"):
+        logit_difference(model, 99, 1)
 
 
 def test_wrong_pairs_are_refused_in_a_sentence() -> None:

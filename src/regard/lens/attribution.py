@@ -131,8 +131,8 @@ def logit_attribution(
     if head is None:
         raise ValueError("this model has no head, so it has no logits to split")
     logits = _logits(record, head, prompt, index)
-    outputs = [_output_index(record, token, logits)]
-    outputs += [] if against is None else [_output_index(record, against, logits)]
+    outputs = [int(logits.argmax()) if token is None else output_index(model, token)]
+    outputs += [] if against is None else [output_index(model, against)]
     signs = torch.tensor([1.0, -1.0][: len(outputs)], dtype=torch.float64, device=model.device)
     stack = residual_stack(model, name)
     readings = _head_readings(record, head, prompt, index, outputs, signs)
@@ -231,17 +231,16 @@ def _logits(record: ActivationRecord, head: Any, prompt: int, index: int) -> Ten
     return record.logits[prompt] if isinstance(head, ClassHead) else record.logits[prompt, index]
 
 
-def _output_index(record: ActivationRecord, token: int | str | None, logits: Tensor) -> int:
-    """The index of a token or class among the logits."""
-    model: Any = record.model
-    if token is None:
-        return int(logits.argmax())
-    if isinstance(token, str) and model.class_head is not None:
+def output_index(model: Any, output: int | str) -> int:
+    """The index of a token or class among a model's logits; a token may be given as text, a class by its name."""
+    is_classifier = model.class_head is not None
+    if isinstance(output, str) and is_classifier:
         names = [] if model.processor is None else list(model.processor.labels or [])
-        if token not in names:
-            raise ValueError(f"{token!r} is not one of the classes: {', '.join(names) or 'they have no names'}")
-        return names.index(token)
-    number = ModelTokenizers(model).token_id(token) if isinstance(token, str) else token
-    if not 0 <= number < logits.shape[-1]:
-        raise ValueError(f"{number} is not one of the {logits.shape[-1]} outputs of this model")
+        if output not in names:
+            raise ValueError(f"{output!r} is not one of the classes: {', '.join(names) or 'they have no names'}")
+        return names.index(output)
+    number = ModelTokenizers(model).token_id(output) if isinstance(output, str) else int(output)
+    n_outputs = model.config.n_classes if is_classifier else model.config.output_vocab_size
+    if not 0 <= number < n_outputs:
+        raise ValueError(f"{number} is not one of the {n_outputs} outputs of this model")
     return number

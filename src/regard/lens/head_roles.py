@@ -30,9 +30,9 @@ from .capture import attention_sites, resolve_kind
 from .contributions import head_values
 from .head_history import repeated_tokens
 from .head_weights import copying_scores
-from .look import look
+from .look import Look, look
 from .notebook import table_html
-from .patterns import nan_to_none
+from .patterns import HeadPatterns, nan_to_none
 from .residual import check_float_weights, fold_norm, norm_scale, output_matrix
 from .why import split_query
 
@@ -120,15 +120,20 @@ def head_roles(model: Model, what: Sequence[Any] | None = None) -> HeadRoles:
         name: torch.stack([each.scores[pattern] for each in patterns]).nanmean(0)
         for name, pattern in (("previous", "previous"), ("induction", "induction"), ("duplicate", "repeated"))
     }
-    lengths = [each.inputs[0].shape[1] for each in looks]
-    # The first token can only attend to itself; it is left out of the mean.
-    sinks = [(each.first * n - 1) / max(n - 1, 1) for each, n in zip(patterns, lengths, strict=True)]
+    sinks = [_weight_on_first(*both) for both in zip(looks, patterns, strict=True)]
     scores |= {"sink": torch.stack(sinks).mean(0), "copying": copying_scores(model)}
     records = [capture(model, each.inputs[0]) for each in looks]
     scores["mover"] = torch.stack([moved_logits(record) for record in records]).mean(0)
     movers = [(layer, head) for layer, head, _ in HeadRoles(scores).top("mover", _N_MOVERS)]
     scores["inhibition"] = torch.stack([_inhibition(record, movers) for record in records]).nanmean(0)
     return HeadRoles(scores)
+
+
+def _weight_on_first(seen: Look, patterns: HeadPatterns) -> Tensor:
+    """The mean weight on the first token, (L, H), without that of its own query, which can only attend to itself."""
+    n = seen.inputs[0].shape[1]
+    own = torch.stack([seen.map(layer=layer).tile(0, 0)[0, :, 0, 0].float().cpu() for layer in range(seen.layers())])
+    return (patterns.first * n - own) / max(n - 1, 1)
 
 
 @torch.no_grad()

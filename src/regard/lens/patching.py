@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..attention.backends import run
 from ..attention.score_matrix import AttentionCall
-from ..generation.text_codec import ModelTokenizers
 from ..models import Model
 from .activations import ActivationRecord, Metric, PassInputs, capture_inputs, read_pass_inputs
+from .attribution import output_index
 from .capture import attention_name, attention_sites, resolve_kind, stacks
 from .notebook import heatmap_html, table_html
 from .patch_runner import LogitDifference, Patch, PatchRunner
@@ -97,11 +97,7 @@ class PatchTargets(NamedTuple):
 
 def logit_difference(model: Model, token: int | str, against: int | str, position: int = -1) -> LogitDifference:
     """A metric: the logit of one token after ``position`` minus that of another; or of two classes."""
-
-    def token_id(name: int | str) -> int:
-        return ModelTokenizers(model).token_id(name) if isinstance(name, str) else int(name)
-
-    return LogitDifference(token_id(token), token_id(against), position)
+    return LogitDifference(output_index(model, token), output_index(model, against), position)
 
 
 def patching_sweep(
