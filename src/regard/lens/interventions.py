@@ -35,8 +35,6 @@ from .capture import Head, attention_modules, attention_site, attention_sites, h
 
 Change = Tensor | Callable[[Tensor], Tensor]  # a new activation, or a function of the old one
 _WEIGHTS_AT_ONCE = 1 << 20  # weights of an edited head in memory at a time
-
-
 OutputChange = Callable[[Any, Tensor], Tensor]  # (attention call, or None outside attention; activation) → activation
 CallChange = Callable[[AttentionCall], AttentionCall]
 
@@ -82,16 +80,13 @@ class SiteEdit(Edit):
         return owner, index % self._n_layers[owner] if owner in self._n_layers else index
 
 
-HeadChange = Callable[[AttentionCall, Tensor], Tensor]  # (call, output of one head (B, T, D)) → output
-
-
-def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> SiteEdit:
-    """An edit that replaces the outputs of single heads."""
-    by_site: dict[HookSite, dict[int, HeadChange]] = {}
+def _head_edit(model: Model, changes: Mapping[Head, OutputChange]) -> SiteEdit:
+    """An edit that replaces the outputs (B, T, D) of single heads."""
+    by_site: dict[HookSite, dict[int, OutputChange]] = {}
     for (kind, layer, head), change in changes.items():
         by_site.setdefault(attention_site(model, kind, layer, head), {})[head] = change
 
-    def edit(changes: dict[int, HeadChange], call: AttentionCall, output: Tensor) -> Tensor:
+    def edit(changes: dict[int, OutputChange], call: AttentionCall, output: Tensor) -> Tensor:
         heads = list(output.unbind(1))
         for head, change in changes.items():
             heads[head] = change(call, heads[head]).to(output.dtype)
@@ -179,7 +174,7 @@ def patch(model: Model, activations: Mapping[str | Head, Change], positions: Pic
     positions    replace only these tokens, by a tensor of as many tokens or of the whole text
     """
     sites: dict[HookSite, OutputChange] = {}
-    heads: dict[Head, HeadChange] = {}
+    heads: dict[Head, OutputChange] = {}
     for name, change in activations.items():
         new = _position_change(change, positions, str(name))
         if isinstance(name, str):

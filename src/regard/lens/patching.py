@@ -75,23 +75,20 @@ class PatchTargets(NamedTuple):
         return f"{block}.{points.get(self.over, f'{self.over}.output')}"
 
     def axes(self) -> tuple[str, ...]:
-        unit = {"neurons": "neuron"} | dict.fromkeys(_HEADS, "head")
-        names = ("layer", unit.get(self.over), "position" if self.by_position else None)
-        return tuple(name for name in names if name is not None)
+        unit = "neuron" if self.over == "neurons" else "head" if self.over in _HEADS else ""
+        return ("layer", *filter(None, (unit, "position" if self.by_position else "")))
 
     def shape(self, record: ActivationRecord) -> tuple[int, ...]:
         """The sizes of the axes after "layer"."""
-        x = record[self.site(0)][0]
-        units = {"neurons": x.shape[-1]} | dict.fromkeys(_HEADS, x.shape[0])
-        sizes = (units.get(self.over), x.shape[-2] if self.by_position else None)
-        return tuple(size for size in sizes if size is not None)
+        x = record[self.site(0)][0]  # (H, T, D), (T, F) or (T, M)
+        sizes = {"head": x.shape[0], "neuron": x.shape[-1], "position": x.shape[-2]}
+        return tuple(sizes[axis] for axis in self.axes()[1:])
 
     def patches(self, layer: int, record: ActivationRecord) -> list[Patch]:
         """All patches of one layer, in the order of the axes."""
-        has_unit = self.over == "neurons" or self.over in _HEADS
-        sizes = self.shape(record)
-        units: Sequence[int | None] = range(sizes[0]) if has_unit else [None]
-        positions: Sequence[int | None] = range(sizes[-1]) if self.by_position else [None]
+        sizes = dict(zip(self.axes()[1:], self.shape(record), strict=True))
+        positions: Sequence[int | None] = range(sizes.pop("position")) if self.by_position else [None]
+        units: Sequence[int | None] = range(*sizes.values()) if sizes else [None]  # heads or neurons
         return [Patch(self.site(layer), unit, position) for unit in units for position in positions]
 
 
