@@ -15,9 +15,18 @@ from regard.lens.interventions import patch
 from regard.lens.why import split_query
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-1b"])
-def test_what_heads_move_is_what_the_logits_of_their_keys_get(name: str) -> None:
-    model = small(name, **({"n_kv_heads": 2} if name == "llama-1b" else {})).double()
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gpt2", {}),
+        ("llama-1b", {"n_kv_heads": 2}),
+        ("llama-1b", {"norm_place": "both"}),
+        ("gpt2", {"layer_scale": 0.1}),
+    ],
+    ids=["gpt2", "grouped", "norms on both sides", "layer scale"],
+)
+def test_what_heads_move_is_what_the_logits_of_their_keys_get(name: str, fields: dict[str, Any]) -> None:
+    model = small(name, **fields).double()
     record = capture(model, [[5, 6, 7, 8, 9, 5]])
     found = moved_logits(record)
     total = 0.0

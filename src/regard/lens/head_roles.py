@@ -26,14 +26,14 @@ from ..attention.score_matrix import AttentionCall
 from ..models import Model
 from ..models.components import TokenHead
 from .activations import ActivationRecord, capture
-from .capture import attention_sites, resolve_kind
+from .capture import attention_name, attention_sites, resolve_kind
 from .contributions import head_values
 from .head_history import repeated_tokens
 from .head_weights import copying_scores
 from .look import Look, look
 from .notebook import table_html
 from .patterns import HeadPatterns, nan_to_none
-from .residual import check_float_weights, fold_norm, norm_scale, output_matrix
+from .residual import check_float_weights, fold_norm, layer_block, norm_scale, output_matrix
 from .why import split_query
 
 # Minimum score of each role.
@@ -140,7 +140,8 @@ def _weight_on_first(seen: Look, patterns: HeadPatterns) -> Tensor:
 def moved_logits(record: ActivationRecord, prompt: int = 0) -> Tensor:
     """The logits that each head adds to the tokens it attends to, averaged over queries (L, H):
 
-    Σ_j a_ij (u_j − ū) W_o v_j    through the final norm; u_j: output row of token j, ū: mean of all output rows
+    Σ_j a_ij (u_j − ū) W_o v_j    through the norm of the sub-layer's output and the final norm; u_j: output row of
+                                  token j, ū: mean of all output rows
     """
     model: Any = record.model
     table = output_matrix(model).double()
@@ -151,12 +152,15 @@ def moved_logits(record: ActivationRecord, prompt: int = 0) -> Tensor:
     scores = []
     for layer, site in enumerate(attention_sites(model)["self"]):
         module: Any = site.owner
-        weight = module.head_outputs().double()
+        norm = layer_block(model, "self", layer).residuals().attention.output
+        heads = record[f"{attention_name('self', layer)}.heads"][prompt, :, : len(tokens)]
+        divisors = scales * norm_scale(norm, module.w_o(heads.transpose(0, 1).flatten(1)).double())  # (T,)
         v = head_values(record, "self", layer, prompt)[:, : len(tokens)].double()
-        moved = torch.einsum("hsd,mhd,sm->hs", v, weight, gains)  # what reading key j adds to its own token's logit
+        # what reading key j adds to its own token's logit
+        moved = torch.einsum("hsd,mhd,sm->hs", v, module.head_outputs().double(), fold_norm(norm, gains))
         weights = record.attention(layer=layer).part(batch=prompt)
-        # A / scale summed over queries: the scaled attention that each key receives, in one pass over the map's blocks
-        pushed = (1 / scales / len(tokens)).to(weights.dtype).expand(1, module.n_heads, 1, -1)
+        # A / divisor, averaged over queries: what each key receives, in one pass over the map's blocks
+        pushed = (1 / divisors / len(tokens)).to(weights.dtype).expand(1, module.n_heads, 1, -1)
         pushed = torch.nn.functional.pad(pushed, (0, weights.shape[2] - len(tokens)))
         received = weights.push(pushed)[0, :, 0, : len(tokens)].double()
         scores.append((received * moved).sum(-1))
