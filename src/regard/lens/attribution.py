@@ -73,15 +73,16 @@ class LogitAttribution:
     @torch.no_grad()
     def neurons(self, *, layer: int) -> Tensor:
         """The contribution of each neuron of a feed-forward network   (F,)"""
+        model, stack = self.record.model, self.splits[0][0].stack
+        layer = check_index("layer", layer, residual_stack(model, stack).n_layers, "")
+        name = f"{stack}.blocks.{layer}.ff"
+        if f"{name}.neurons" not in model.sites():
+            raise ValueError("this model has no neurons that all tokens share: it has experts, or no networks")
+        weight = layer_block(model, stack, layer).ff.w_out.weight.double()
         total = torch.zeros(())
         for place, split in self.splits:
-            layer = check_index("layer", layer, residual_stack(self.record.model, place.stack).n_layers, "")
-            name = f"{place.stack}.blocks.{layer}"
-            if f"{name}.ff.neurons" not in self.record.model.sites():
-                raise ValueError("this model has no neurons that all tokens share: it has experts, or no networks")
-            weight = layer_block(self.record.model, place.stack, layer).ff.w_out.weight
-            neurons = self.record.at(f"{name}.ff.neurons", place.prompt, place.position)
-            total = total + split.readouts[f"{name}.ff"][0] @ weight.double() * neurons
+            neurons = self.record.at(f"{name}.neurons", place.prompt, place.position)
+            total = total + split.readouts[name][0] @ weight * neurons
         return total
 
     @torch.no_grad()
