@@ -124,3 +124,32 @@ def test_contributions_are_computed_where_the_model_is(monkeypatch: pytest.Monke
     assert torch.equal(found.source, expected.source)
     before = token_contributions(record, layers=0)  # before the first layer each state is its own token's
     assert torch.equal(before.target, torch.eye(len(before.target), dtype=torch.float64))
+
+
+def test_a_layer_scale_is_part_of_what_moves() -> None:
+    scale = 1e-3
+    model = small("gpt2", layer_scale=1.0).double()
+    plain = small("gpt2").double()
+    for scaled, block in zip(model.decoder.blocks, plain.decoder.blocks, strict=True):
+        with torch.no_grad():
+            scaled.attention_scale.weight.fill_(scale)
+            scaled.ff_scale.weight.fill_(1.0)
+            block.load_state_dict({name: x for name, x in scaled.state_dict().items() if "_scale" not in name})
+            block.attention.w_o.weight.mul_(scale)
+            block.attention.w_o.bias.mul_(scale)
+    for name in ("token", "embeddings"):
+        getattr(plain, name).load_state_dict(getattr(model, name).state_dict())
+    found, expected = (token_contributions(capture(each, *inputs_of(each.config))) for each in (model, plain))
+    torch.testing.assert_close(found.target, expected.target)
+
+
+def test_contributions_that_are_not_defined_are_refused() -> None:
+    stages = small("swin-tiny", stages=(1, 1), stage_heads=(2, 4), class_tokens=0, pooling="mean")
+    record = capture(stages, *inputs_of(stages.config))
+    with pytest.raises(ValueError, match="kind='encoder' is not one of the kinds of attention"):
+        token_contributions(record)
+    with pytest.raises(ValueError, match="merges its tokens between stages"):
+        layer_contributions(record, layer=0)
+    fourier = small("bert-base-masked", mixer="fourier")
+    with pytest.raises(ValueError, match="no attention weights in any of its layers"):
+        token_contributions(capture(fourier, *inputs_of(fourier.config)))

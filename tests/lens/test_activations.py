@@ -199,14 +199,32 @@ def _with_backend(model: Model, backend: str) -> Model:
     return twin
 
 
-def test_a_step_along_the_gradient_changes_the_metric_by_its_square() -> None:
-    model = small("gpt2").double()
+@pytest.mark.parametrize(
+    "fields", [{}, {"norm_place": "post"}, {"parallel_residual": "one-norm"}], ids=["pre", "post", "one norm for both"]
+)
+def test_a_step_along_the_gradient_changes_the_metric_by_its_square(fields: dict[str, Any]) -> None:
+    model = small("gpt2", **fields).double()
     record = captured(model, grad=True)
     metric = lambda logits: logits[:, -1, 7]  # noqa: E731
     for name, gradient in record.gradients(metric).items():
         with patch(model, {name: lambda x, gradient=gradient: x + 1e-6 * gradient}):
             moved = metric(output(model, record)) - metric(record.logits.detach())
         torch.testing.assert_close(moved.sum(), 1e-6 * gradient.square().sum(), rtol=1e-3, atol=1e-12)
+
+
+def test_gradients_at_some_positions_are_those_of_the_whole() -> None:
+    model = small("gpt2").double()
+    metric = lambda logits: logits[:, -1, 7]  # noqa: E731
+    whole, some = (captured(model, grad=True, positions=at).gradients(metric) for at in (None, [2, -1]))
+    assert list(some) == list(whole)
+    for name, gradient in some.items():
+        torch.testing.assert_close(gradient, whole[name][..., [2, -1], :])
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [[5, 6], []], torch.zeros(0, 3, dtype=torch.long)])
+def test_an_empty_prompt_is_refused(prompts: Any) -> None:
+    with pytest.raises(ValueError, match="a prompt is empty"):
+        capture(small("gpt2"), prompts)
 
 
 def test_weights_are_those_of_a_look() -> None:

@@ -7,10 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from models.small import inputs_of, small
+from models.small import inputs_of, small, small_config, source_of
+from regard.layers.quantised_linear import quantise
 from regard.lens.activations import ActivationRecord, capture
 from regard.lens.capture import attention_sites
+from regard.lens.contributions import token_contributions
+from regard.lens.head_roles import head_roles
+from regard.lens.head_weights import ov_circuit
 from regard.lens.interventions import patch, switch_off
+from regard.lens.residual import Place, text_embeddings
+from regard.lens.residual_graph import ResidualGraph
 from regard.models import Model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -31,6 +37,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared layers": ("gpt2", {"share_layers": True}),
     "without residual": ("gpt2", {"residual": False}),
     "fourier": ("bert-base-masked", {"mixer": "fourier"}),
+    "sigmoid": ("gpt2", {"mixer": "sigmoid"}),
+    "differential": ("transformer-base", {"mixer": "differential"}),
+    "head without bias": ("bert-base-masked", {"head_transform_bias": False}),
+    "several class tokens": ("vit-tiny", {"pooling": "class-tokens", "class_tokens": 2}),
+    "first token and mean": ("vit-tiny", {"pooling": "first-and-mean"}),
 }
 
 
@@ -124,7 +135,93 @@ def test_wrong_questions_are_answered_in_a_sentence() -> None:
         record.logit_attribution(3).tokens(layer=0, kind="encoder")
     with pytest.raises(ValueError, match="prompt=3: the record has 3 prompts"):
         record.why(layer=0, head=0, row=0, col=0, prompt=3)
+    with pytest.raises(ValueError, match="layer=2: this model has 2 layers"):
+        record.logit_attribution(3).neurons(layer=2)
+    with pytest.raises(ValueError, match="layer=2: the self attention has 2 layers"):
+        record.logit_attribution(3).tokens(layer=2)
     some = capture(model, *inputs_of(model.config), positions=[1])
+    with pytest.raises(ValueError, match="capture all of them"):
+        some.why(layer=0, head=0, row=1, col=1)
     with pytest.raises(ValueError, match="position 2 was not captured"):
         some.logit_attribution(position=2)
     assert some.logit_attribution(3, position=1).total == pytest.approx(record.logit_attribution(3, position=1).total)
+
+
+def test_layers_and_prompts_may_be_counted_from_the_end() -> None:
+    model = small("gpt2")
+    record = capture(model, [[5, 6, 7], [8, 9]])
+    found, same = (record.logit_attribution(4, prompt=prompt) for prompt in (-1, 1))
+    assert found.total == same.total
+    assert torch.equal(found.neurons(layer=-1), same.neurons(layer=1))
+    assert torch.equal(found.tokens(layer=-1), same.tokens(layer=1))
+    pair = {"head": 0, "row": 1, "col": 0}
+    assert torch.equal(record.why(layer=-1, **pair).pairs, record.why(layer=1, **pair).pairs)
+    assert torch.equal(record.head_results(layer=-1), record.head_results(layer=1))
+
+
+def test_an_encoder_s_scores_are_of_the_source_s_tokens() -> None:
+    model = small("t5-small")
+    record = capture(model, [[5, 6, 7, 8, 9, 10, 11]], [[3, 4]])
+    scores = record.call(layer=1, kind="encoder").tile(masked=False)[0, 1]
+    for row, col in ((-1, -1), (5, 6)):  # beyond the end of the target
+        found = record.why(layer=1, head=1, row=row, col=col, kind="encoder")
+        assert found.score == pytest.approx(float(scores[row, col].detach()), abs=1e-4)
+        assert found.total == pytest.approx(found.score, abs=1e-4)
+
+
+def test_global_tokens_have_projections_of_their_own() -> None:
+    model = small("bert-base-masked", window=3, global_tokens=2, global_projections=True)
+    record = capture(model, *inputs_of(model.config))
+    scores = record.call(layer=1).tile(masked=False)[0, 2]
+    for row, col in ((1, 4), (4, 1)):
+        found = record.why(layer=1, head=2, row=row, col=col)
+        assert found.score == pytest.approx(float(scores[row, col].detach()), abs=1e-4)
+        assert found.total == pytest.approx(found.score, abs=1e-4)
+    with pytest.raises(ValueError, match="one value for global and one for other queries"):
+        record.logit_attribution(4).tokens(layer=1)
+
+
+def test_what_cannot_be_split_is_told() -> None:
+    record = capture(model := small("sentiment", pooling="map"), *inputs_of(model.config))
+    with pytest.raises(ValueError, match="not linear in the states"):
+        record.logit_attribution(1)
+    record = capture(model := small("gpt2", experts=2), *inputs_of(model.config))
+    with pytest.raises(ValueError, match="it has experts"):
+        record.logit_attribution(4).neurons(layer=0)
+    record = capture(model := small("bert-base-masked", mixer="linformer"), *inputs_of(model.config))
+    with pytest.raises(ValueError, match="only a score that is a dot product"):
+        record.why(layer=0, head=0, row=1, col=1)
+
+
+def test_a_resampler_stands_between_the_decoder_and_the_source() -> None:
+    model = small("captioner", norm_place="pre", text_model=small_config("gpt2"), resampler_tokens=3)
+    record = capture(model, source_of(model.config, batch=1), [[3, 4, 5]])
+    found = record.logit_attribution(4)
+    assert found.total == pytest.approx(found.logit, abs=1e-4)
+    for ask in (
+        lambda: record.why(layer=1, head=1, row=1, col=2, kind="cross"),
+        lambda: token_contributions(record),
+        lambda: ResidualGraph(model),
+    ):
+        with pytest.raises(ValueError, match="reads the vectors of a resampler"):
+            ask()
+
+
+def test_integers_are_not_taken_for_weights() -> None:
+    model = quantise(small("gpt2"))
+    record = capture(model, *inputs_of(model.config))
+    for ask in (
+        lambda: record.logit_attribution(1),
+        lambda: record.why(layer=1, head=0, row=2, col=1),
+        lambda: record.head_results(layer=0),
+        lambda: token_contributions(record),
+        lambda: ResidualGraph(model),
+        lambda: ov_circuit(model, 0, 0),
+        lambda: head_roles(model),
+    ):
+        with pytest.raises(ValueError, match="int8 weights cannot be split"):
+            ask()
+    sinusoids = quantise(small("gpt2", positions="sinusoidal"))
+    record = capture(sinusoids, *inputs_of(sinusoids.config))
+    _, vectors = text_embeddings(record, Place("decoder", 1, 3))
+    torch.testing.assert_close(sum(vectors.values()), record.at("decoder", 1, 3))

@@ -69,6 +69,25 @@ def test_classes_layer_by_layer(make: Any, what: Any) -> None:
     assert {x.text for x in found} == set(model.processor.labels)
 
 
+def test_labels_that_exclude_nothing_have_chances_of_their_own() -> None:
+    model = small("sentiment", problem_type="multi_label", n_classes=4)
+    seen = look(model, [5, 6, 7])
+    found = logit_lens(seen, k=4)[-1]
+    assert {x.text: x.probability for x in found.best} == pytest.approx(seen.classes(), abs=1e-6)
+    each = torch.tensor(list(seen.classes().values()))
+    binary = torch.special.entr(each) + torch.special.entr(1 - each)
+    assert found.entropy == pytest.approx(float(binary.sum()), abs=1e-5)
+    changed = effect(model, [5, 6, 7], switch_off(model, [("encoder", 0, 1)]))
+    p, q = (
+        torch.tensor([x.probability for x in sorted(one.next, key=lambda x: x.text)])
+        for one in (changed.before, changed.after)
+    )
+    expected = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).sum()
+    assert changed.divergence == pytest.approx(float(expected), abs=1e-5)
+    with pytest.raises(ValueError, match="it predicts a number"):
+        logit_lens(look(small("sentiment", problem_type="regression", n_classes=1), [5, 6, 7]))
+
+
 def test_a_masked_token_is_said_at_its_place() -> None:
     model = small("bert-base-masked")
     seen = look(model, inputs_of(model.config)[0][:1])

@@ -38,6 +38,12 @@ def test_scores_of_a_checkpoint_are_those_of_a_look(run: Path) -> None:
         torch.testing.assert_close(found.scores[name][1], mean)
     assert found.loss[0] != found.loss[2]
     assert head_history(run, steps=[2]).scores["induction"].shape == (1, 2, 2)
+    with pytest.raises(ValueError, match="there are no texts to look at"):
+        head_history(run, [], steps=[2])
+    with pytest.raises(ValueError, match="there are 1 targets for 2 sources"):
+        head_history(run, [[5, 6], [7, 8]], [[5]], steps=[2])
+    with pytest.raises(ValueError, match="target is for models with an encoder"):
+        head_history(run, [5, 6], [7, 8], steps=[2])  # one row of ids and its target
 
 
 def test_a_head_is_born_when_its_score_stays_high() -> None:

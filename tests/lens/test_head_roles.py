@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import regard
 from models.small import inputs_of, small
 from regard.lens.activations import capture
 from regard.lens.head_roles import HeadRoles, head_roles, massive_activations, moved_logits, sink_scores
@@ -14,9 +15,18 @@ from regard.lens.interventions import patch
 from regard.lens.why import split_query
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-1b"])
-def test_what_heads_move_is_what_the_logits_of_their_keys_get(name: str) -> None:
-    model = small(name, **({"n_kv_heads": 2} if name == "llama-1b" else {})).double()
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gpt2", {}),
+        ("llama-1b", {"n_kv_heads": 2}),
+        ("llama-1b", {"norm_place": "both"}),
+        ("gpt2", {"layer_scale": 0.1}),
+    ],
+    ids=["gpt2", "grouped", "norms on both sides", "layer scale"],
+)
+def test_what_heads_move_is_what_the_logits_of_their_keys_get(name: str, fields: dict[str, Any]) -> None:
+    model = small(name, **fields).double()
     record = capture(model, [[5, 6, 7, 8, 9, 5]])
     found = moved_logits(record)
     total = 0.0
@@ -72,9 +82,29 @@ def test_the_weight_a_key_gets_and_activations_out_of_range() -> None:
         weights = record.attention(layer=1, kind=kind).tile()[2]
         counts = (weights > 0).sum(1)
         torch.testing.assert_close(sink_scores(record, kind=kind, prompt=2)[1], weights.sum(1) / counts)
+    windowed = small("mistral-7b")
+    record_of_window = capture(windowed, *inputs_of(windowed.config))
+    weights = record_of_window.attention(layer=1).tile()[2]
+    torch.testing.assert_close(sink_scores(record_of_window, prompt=2)[1], weights.sum(1) / (weights > 0).sum(1))
     assert massive_activations(record) == []
     site = "decoder.blocks.0.output"
     record[site][1, 2, 5] = -5e4
     (found,) = massive_activations(record)
     assert found[:5] == (site, 1, 2, 5, -5e4)
     assert isinstance(HeadRoles({"sink": torch.zeros(1, 2)}).labels(0, 1), list)
+
+
+def test_a_learned_sink_is_not_the_first_token() -> None:
+    model, tokens = small("gpt2", attention_sinks=True), [5, 6, 7, 5, 8, 9]
+    weights = torch.stack([regard.look(model, tokens).map(layer=layer).tile()[0] for layer in range(2)])
+    torch.testing.assert_close(head_roles(model, [tokens]).scores["sink"], weights[:, :, 1:, 0].mean(-1))
+
+
+def test_padding_is_not_searched_for_massive_activations() -> None:
+    record = capture(small("gpt2"), [[5, 6, 7, 8], [5, 6]])
+    record["decoder.blocks.0.output"][1, 3, 5] = 5e4
+    assert massive_activations(record) == []
+    assert all(found.position < 2 for found in massive_activations(record, least=0, ratio=0, k=999) if found.prompt)
+    some = capture(small("gpt2"), [[5, 6, 7, 8], [5, 6]], positions=[1, 2])
+    found = massive_activations(some, least=0, ratio=0, k=999)
+    assert {(each.prompt, each.position) for each in found} == {(0, 0), (0, 1), (1, 0)}

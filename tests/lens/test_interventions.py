@@ -317,8 +317,17 @@ def test_an_exception_inside_the_model_leaves_no_trace_either() -> None:
     short = {"decoder.blocks.0": torch.zeros(3, 5, 24)}
     with pytest.raises(ValueError, match=said), patch(model, short), switch_off(model, [("self", 0, 0)]):
         run(model)
+    with pytest.raises(ValueError, match=r"has shape \(24,\)"), patch(model, {"decoder": torch.zeros(24)}, [1]):
+        run(model)
     assert edits._edits == ()
     assert torch.equal(run(model), before)
+
+
+def test_a_function_may_return_another_dtype() -> None:
+    model = small("gpt2")
+    for positions in (None, [1]):
+        with patch(model, {"decoder.blocks.0": lambda x: x.double()}, positions):
+            assert torch.equal(run(model), run(small("gpt2")))
 
 
 def test_interventions_nest_and_end_in_any_order() -> None:

@@ -253,6 +253,15 @@ def test_distance_across_an_image_is_in_patches_and_the_class_token_is_nowhere()
     assert far[:, 0].abs().max() == 0
 
 
+def test_so_it_is_in_a_stage_of_an_image_encoder() -> None:
+    model = small("swin-tiny", stages=(1, 1), stage_heads=(2, 4), class_tokens=0, pooling="mean")
+    look = regard.look(model, torch.randn(3, 16, 16))
+    assert torch.equal(look.weights(), look.weights(kind="stage0"))  # the first kind, as there is no "self"
+    place = torch.tensor([(n // 4, n % 4) for n in range(16)]).float()
+    dense = look.map(layer=0, kind="stage0").tile()[0]
+    torch.testing.assert_close(look.distance(), (dense * torch.cdist(place, place)).sum(-1))
+
+
 def test_what_a_look_is_at() -> None:
     look = regard.look(captioner(), torch.randn(3, 16, 16))
     assert look.kinds == ("encoder", "self", "cross")
@@ -307,6 +316,7 @@ def test_the_target_may_be_ids_and_may_have_its_end_already(seen: Look) -> None:
         (lambda x: x.next(0, temperature=-1.0), r"temperature=-1.0 must be a positive number"),
         (lambda x: x.top(0), r"k=0 must be at least 1"),
         (lambda x: x.pooled(h=0), r"h=0 must be at least 1"),
+        (lambda x: x.words().pooled(reduce="min"), r"reduce='min' is neither 'mean' nor 'max'"),
     ],
 )
 def test_what_is_out_of_range_is_said_in_one_sentence(seen: Look, ask: Any, message: str) -> None:

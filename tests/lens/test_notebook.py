@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html.parser import HTMLParser
 from typing import Any
 
@@ -15,6 +16,7 @@ from regard.lens.contributions import token_contributions
 from regard.lens.head_history import HeadHistory
 from regard.lens.head_roles import head_roles
 from regard.lens.head_weights import qk_circuit
+from regard.lens.notebook import table_html
 from regard.lens.patching import PatchingResult
 from regard.lens.residual_graph import Edge
 from regard.lens.tuned_lens import TunedLensReport, layer_logits
@@ -67,6 +69,12 @@ def test_every_result_shows_itself(results: dict[str, Any]) -> None:
         assert "script" not in parser.seen, name
         assert {"table", "svg"} & parser.seen, name
         assert len(page) > 100, name
+
+
+def test_what_is_not_a_number_has_no_bar() -> None:
+    table = table_html(("role", "score"), [("inhibition", math.nan), ("sink", 0.5)])
+    assert "nan%" not in table
+    assert "rgba(22,104,220,.25) 100%" in table
 
 
 def test_names_are_escaped() -> None:

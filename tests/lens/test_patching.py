@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from generation.spoken import classifier
 from models.small import inputs_of, small, source_of
 from regard.lens import patch_runner
 from regard.lens.activations import capture
@@ -186,6 +187,16 @@ def test_behind_a_saturated_softmax_only_the_refitted_attention_sees_the_effect(
     assert exact.abs().max() > 100 * plain.abs().max()
 
 
+def test_classes_are_named() -> None:
+    model = classifier()
+    assert model.processor.labels == ("cats", "dogs", "plays")
+    assert logit_difference(model, "dogs", "plays") == logit_difference(model, 1, 2)
+    with pytest.raises(ValueError, match="'birds' is not one of the classes: cats, dogs, plays"):
+        logit_difference(model, "birds", "cats")
+    with pytest.raises(ValueError, match="99 is not one of the 3 outputs of this model"):
+        logit_difference(model, 99, 1)
+
+
 def test_wrong_pairs_are_refused_in_a_sentence() -> None:
     model = small("gpt2")
     metric = logit_difference(model, 4, 5)
@@ -195,5 +206,9 @@ def test_wrong_pairs_are_refused_in_a_sentence() -> None:
         patching_sweep(model, [[4, 5, 6]], [[4, 5, 6], [4, 5, 7]], metric)
     with pytest.raises(ValueError, match="the metric of pair 0 is the same on both prompts"):
         patching_sweep(model, [[4, 5, 6]], [[4, 5, 6]], metric)
+    with pytest.raises(ValueError, match="there are 1 metrics for 2 pairs of prompts"):
+        patching_sweep(model, [[4, 5, 6], [4, 5, 7]], [[4, 7, 6], [7, 5, 7]], [metric])
+    with pytest.raises(ValueError, match="needs a stack of layers on one residual stream"):
+        patching_sweep(model, [[4, 5, 6]], [[4, 5, 7]], metric, kind="encoder")
     with pytest.raises(ValueError, match="by_position=False"):
         patching_sweep(model, [[4, 5, 6], [4, 5]], [[4, 7, 6], [7, 5]], metric)

@@ -160,6 +160,8 @@ def test_a_part_and_an_overview(seen: Look, tmp_path: Path) -> None:
     torch.testing.assert_close(same.values, whole.values, atol=1e-6, rtol=1e-4)
     uneven = select_head(look, 0, 0, rows=slice(0, 7), cols=slice(0, 7)).sheet(7, 2)
     assert [label.text for label in uneven.cols] == ["0", "4"]
+    last = select_head(look, 0, 0, rows=slice(-6, None), cols=slice(0, 7)).sheet(2, 7)
+    assert [label.text for label in last.rows] == ["1,194", "1,197"]
     left, right = look.weights(layer=0, head=0, rows=slice(0, 7), cols=slice(0, 7)).split([4, 3], 1)
     torch.testing.assert_close(uneven.values, torch.stack([left.mean(1), right.mean(1)], 1))
 
@@ -173,6 +175,7 @@ def test_a_table_without_rows_has_a_header(seen: Look, tmp_path: Path) -> None:
 def test_an_overlay_for_each_word_and_for_the_patches(caption: Look, tmp_path: Path) -> None:
     for kind in (None, "encoder"):
         assert caption.overlay(tmp_path / "x.png", kind=kind).read_bytes().startswith(b"\x89PNG")
+    assert caption.overlay(tmp_path / "x.png", kind="encoder", rows=slice(0, 1)).is_file()  # the class token alone
     assert caption.image is not None
     assert caption.image.size == (60, 40)
     with pytest.raises(ValueError, match="kind='self' does not attend to an image"):

@@ -66,6 +66,13 @@ def test_a_model_in_half_precision_has_one_too() -> None:
     assert logits.divergence.isfinite().all()
 
 
+def test_texts_are_cut_to_what_the_model_reads_and_one_layer_is_too_few() -> None:
+    rows = [[3, 4, 5] * 20] * 4
+    assert len(train_tuned_lens(small("gpt2"), rows, steps=1).after) == 1
+    with pytest.raises(ValueError, match="needs at least two layers"):
+        train_tuned_lens(small("gpt2", n_layers=1), rows, steps=1)
+
+
 def test_the_command_trains_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     language_model().save(tmp_path / "lm")
     texts, out = tmp_path / "texts.txt", tmp_path / "lens.safetensors"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from .capture import Head, attention_name, attention_site, hook_site
 from .interventions import patch
 
 AblationMethod = Literal["zero", "mean", "resample"]
+Replace = Callable[[Tensor], Tensor]  # an activation → the one that replaces it
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def ablate(
             raise ValueError(f"by={by!r} needs data=, the texts whose activations replace the ablated ones")
         sites = [*names, *(f"{attention_name(kind, layer)}.heads" for kind, layer, _ in heads)]
         record = data if isinstance(data, ActivationRecord) else capture(model, data, target, sites=sites)
-        make = _mean_change if by == "mean" else _resampling_change(seed, positions)
+        make = _mean_change if by == "mean" else partial(_resampling_change, seed, positions)
         positions = positions if by == "mean" else None  # the resampling change selects them itself
         changes = {name: make(record, name, None) for name in names}
         changes |= {head: make(record, f"{attention_name(*head[:2])}.heads", head[2]) for head in heads}
@@ -80,12 +82,9 @@ def _is_head(place: Any) -> bool:
 def _rows(record: ActivationRecord, name: str, head: int | None) -> list[Tensor]:
     """The activation of every prompt without its padding, (…, T, width)."""
     x = record[name] if head is None else record[name][:, head]
-    is_source = name.startswith("encoder") or name.endswith(("cross_attention.k", "cross_attention.v"))
-    lengths = record.inputs.source_lengths if is_source else record.lengths
+    is_memory = name.endswith(("cross_attention.k", "cross_attention.v"))
+    lengths = record.inputs.lengths_in("encoder" if is_memory else name)
     return [row[..., :length, :] for row, length in zip(x, lengths, strict=True)]
-
-
-Replace = Callable[[Tensor], Tensor]
 
 
 def _mean_change(record: ActivationRecord, name: str, head: int | None) -> Replace:
@@ -94,21 +93,20 @@ def _mean_change(record: ActivationRecord, name: str, head: int | None) -> Repla
     return lambda x: mean.to(x).expand_as(x)
 
 
-def _resampling_change(seed: int, positions: Pick | None) -> Callable[[ActivationRecord, str, int | None], Replace]:
-    def make(record: ActivationRecord, name: str, head: int | None) -> Replace:
-        rows = _rows(record, name, head)
+def _resampling_change(
+    seed: int, positions: Pick | None, record: ActivationRecord, name: str, head: int | None
+) -> Replace:
+    """Each row of a batch becomes one text of the data, repeated if it is shorter than the row."""
+    rows = _rows(record, name, head)
 
-        def resample(x: Tensor) -> Tensor:
-            """Replace each row of a batch by one text of the data, repeated if it is shorter than the row."""
-            generator = torch.Generator().manual_seed(seed)  # draws the same texts at every site of a pass
-            drawn = torch.randint(len(rows), (len(x),), generator=generator).tolist()
-            at = torch.arange(x.shape[-2], device=x.device)
-            other = torch.stack([rows[n][..., at % rows[n].shape[-2], :] for n in drawn]).to(x)
-            span = as_span(ALL if positions is None else positions, len(at), "positions", x.device)
-            x = x.clone()
-            x[..., span, :] = other[..., span, :]
-            return x
+    def resample(x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)  # draws the same texts at every site of a pass
+        drawn = torch.randint(len(rows), (len(x),), generator=generator).tolist()
+        at = torch.arange(x.shape[-2], device=x.device)
+        other = torch.stack([rows[n][..., at % rows[n].shape[-2], :] for n in drawn]).to(x)
+        span = as_span(ALL if positions is None else positions, len(at), "positions", x.device)
+        x = x.clone()
+        x[..., span, :] = other[..., span, :]
+        return x
 
-        return resample
-
-    return make
+    return resample

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import AttentionMap
 from ..attention.attention_map import Pick, as_span
@@ -24,21 +24,14 @@ from ..generation.generate import inference
 from ..generation.prompts import image_pixels, token_rows
 from ..generation.text_codec import ModelTokenizers
 from ..models import Model, ModelOrPath, TwoTower, open_model
+from ..models.base_model import mask_from_padding
 from ..models.components import vision_inputs
-from ..models.sites import CLASSES, HookSite, full_name
-from .capture import attention_name, attention_site, attention_sites, resolve_kind, write_target
+from ..models.sites import CLASSES, HookSite, full_name, norms_around
+from .capture import attention_name, attention_site, attention_sites, resolve_layer, write_target
 from .capture_inputs import read_target_ids
 from .interventions import SiteEdit
 from .notebook import table_html
-from .recomputed import (
-    RecomputedActivation,
-    derive_later,
-    logits_of_states,
-    recompute_later,
-    results_of_heads,
-    token_of,
-)
-from .residual import norm_before, norm_scale
+from .residual import check_float_weights, norm_before, norm_scale
 
 if TYPE_CHECKING:
     from .attribution import LogitAttribution
@@ -54,6 +47,10 @@ class PassInputs(NamedTuple):
     masks: dict[str, Tensor]  # padding masks by argument name; empty if all prompts have the same length
     lengths: list[int]  # tokens of each prompt in the stack that predicts: the target's in an encoder-decoder
     source_lengths: list[int]  # tokens of each source in an encoder-decoder; otherwise equal to ``lengths``
+
+    def lengths_in(self, stack: str) -> list[int]:
+        """The tokens of each prompt in a stack, given by its name or that of a site or an attention in it."""
+        return self.source_lengths if stack.startswith("encoder") else self.lengths
 
 
 def capture(
@@ -103,10 +100,7 @@ def capture_inputs(
         if may_recompute and (recomputed := recompute_later(site, kept)) is not None:
             kept[site.name] = recomputed
             return x
-        if grad and not x.requires_grad:
-            x = x.detach().requires_grad_()
-        whole = x if grad else x.detach()
-        kept[site.name] = whole if positions is None else _select(whole, positions)
+        x, kept[site.name] = _keep_with_gradient(x, positions) if grad else (x, _select(x.detach(), positions))
         return x
 
     def keep_call(site: HookSite, call: AttentionCall) -> AttentionCall:
@@ -128,7 +122,7 @@ def capture_inputs(
     activations: dict[str, Tensor | RecomputedActivation] = {}
     for site in selected:
         if site.name == "logits":
-            head_input = states if positions is None or site.shape == CLASSES else _select(states, positions)
+            head_input = states if site.shape == CLASSES else _select(states, positions)
             compute_logits = partial(logits_of_states, model, inputs.masks)
             activations[site.name] = RecomputedActivation(site, model, compute_logits, head_input)
         else:
@@ -148,9 +142,23 @@ def select_sites(model: Model, sites: str | Iterable[str] | None) -> list[HookSi
     return [site for site in all_sites.values() if any(fnmatchcase(site.name, pattern) for pattern in patterns)]
 
 
-def _select(x: Tensor, positions: Pick) -> Tensor:
-    """Some tokens of x (…, T, width), copied so that x can be freed."""
-    return x[..., as_span(positions, x.shape[-2], "positions", x.device), :].clone()
+def _select(x: Tensor, positions: Pick | None) -> Tensor:
+    """Some tokens of x (…, T, width), copied so that x can be freed; x itself for None."""
+    return x if positions is None else x[..., as_span(positions, x.shape[-2], "positions", x.device), :].clone()
+
+
+def _keep_with_gradient(x: Tensor, positions: Pick | None) -> tuple[Tensor, Tensor]:
+    """The activation with which a pass goes on, and the one to keep: part of it, so that it has a gradient.
+
+    Two sites may hold one tensor (the input of a sub-layer without a norm is the state); as views of it they have
+    gradients of their own.
+    """
+    x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
+    kept = _select(x, positions)
+    if positions is not None:
+        x = x.clone()
+        x[..., as_span(positions, x.shape[-2], "positions", x.device), :] = kept
+    return x, kept
 
 
 class ActivationRecord(Mapping[str, Tensor]):
@@ -215,24 +223,19 @@ class ActivationRecord(Mapping[str, Tensor]):
 
     def attention(self, *, layer: int, kind: str | None = None) -> AttentionMap:
         """The attention map of one layer, whose weights are computed from q and k when they are read."""
-        site = self._attention_site(layer, kind)
-        if site not in self._calls:
-            raise ValueError("attention is recomputed from the queries and keys of all positions: capture all of them")
-        return AttentionMap.of(self._calls[site])
+        return AttentionMap.of(self.call(layer=layer, kind=kind))
 
     def call(self, *, layer: int, kind: str | None = None) -> AttentionCall:
         """Queries, keys, values, mask and bias of one layer's attention."""
-        return self._calls[self._attention_site(layer, kind)]
-
-    def _attention_site(self, layer: int, kind: str | None) -> HookSite:
-        kind = resolve_kind(self.model, kind)
-        n_layers = len(attention_sites(self.model)[kind])
-        return attention_site(self.model, kind, layer + n_layers if -n_layers <= layer < 0 else layer)
+        site = attention_site(self.model, *resolve_layer(self.model, kind, layer))
+        if site not in self._calls:
+            raise ValueError("attention is recomputed from the queries and keys of all positions: capture all of them")
+        return self._calls[site]
 
     def head_results(self, *, layer: int, kind: str | None = None) -> Tensor:
         """The output of each head, head_h W_o,h, before any norm of the sub-layer's output   (B, H, T, M)"""
-        kind = resolve_kind(self.model, kind)
-        module: Any = self._attention_site(layer, kind).owner
+        kind, layer = resolve_layer(self.model, kind, layer)
+        module = attention_site(self.model, kind, layer).owner
         return results_of_heads(module, self[f"{attention_name(kind, layer)}.heads"])
 
     def norm_scale(self, name: str) -> Tensor:
@@ -271,7 +274,7 @@ class ActivationRecord(Mapping[str, Tensor]):
     def at(self, name: str, prompt: int, position: int) -> Tensor:
         """The activation of one token at a site in fp64: (width,), or (heads, width)."""
         if self.positions is not None:
-            n_tokens = max(self.inputs.source_lengths if name.startswith("encoder") else self.lengths)
+            n_tokens = max(self.inputs.lengths_in(name))
             span = as_span(self.positions, n_tokens, "positions", self._states.device)
             captured = list(range(n_tokens))[span] if isinstance(span, slice) else span.tolist()
             if position not in captured:
@@ -293,7 +296,80 @@ class ActivationRecord(Mapping[str, Tensor]):
         """Split the score of one query and key by the writers of the query and of the key; see ``lens.why``."""
         from .why import split_score
 
-        return split_score(self, resolve_kind(self.model, kind), layer, head, row, col, prompt)
+        return split_score(self, *resolve_layer(self.model, kind, layer), head, row, col, prompt)
+
+
+class RecomputedActivation:
+    """An activation that a module computes from others (…, T, width) of the record when it is read."""
+
+    def __init__(
+        self, site: HookSite, module: nn.Module, run: Callable[..., Tensor], *states: Tensor | RecomputedActivation
+    ) -> None:
+        self.site, self.run, self.states = site, run, states
+        self.module: Any = module
+        self._weights = self._weight_versions()
+
+    def compute(self, at: tuple[int, int] | None = None) -> Tensor:
+        """The whole activation, or that of one (prompt, position): (1, …, 1, width)."""
+        name = self.site.name
+        if self._weight_versions() != self._weights:
+            remedy = "capture again" if self.site.is_derived else f'capture(…, sites="{name}") stores it'
+            raise ValueError(f"{name} is computed when it is read, but the weights have changed since; {remedy}")
+        if at is not None and self.site.shape == CLASSES:
+            raise ValueError(f"{name} {CLASSES} belong to a whole prompt, not to one position")
+        states = [token_of(x, at) if isinstance(x, Tensor) else x.compute(at) for x in self.states]
+        with inference(self.module), torch.set_grad_enabled(any(x.requires_grad for x in states)):
+            return self.run(*states)
+
+    def _weight_versions(self) -> list[int]:
+        return [x._version for x in (*self.module.parameters(), *self.module.buffers())]
+
+
+def token_of(x: Tensor, at: tuple[int, int] | None) -> Tensor:
+    """One (prompt, position) of x (B, …, T, width), as (1, …, 1, width); x itself for None."""
+    return x if at is None else x[at[0], None][..., at[1], None, :]
+
+
+def recompute_later(site: HookSite, kept: Mapping[str, Tensor | RecomputedActivation]) -> RecomputedActivation | None:
+    """A wide activation as a function of a narrower one that is kept; None if it has to be stored.
+
+    Neurons are recomputed from the input of their network, the input of a sub-layer from the residual stream.
+    """
+    block: Any = site.owner
+    stem = site.name.removesuffix(site.point)
+    if site.point == "ff.neurons" and (states := kept.get(f"{stem}ff.input")) is not None:
+        return RecomputedActivation(site, block.ff, block.ff.neurons, states)
+    if site.point in ("attention.input", "ff.input"):
+        norms, before = norms_around(site)
+        if isinstance(norm := norms.before, nn.Module) and isinstance(states := kept.get(before), Tensor):
+            return RecomputedActivation(site, norm, norm, states)
+    return None
+
+
+def derive_later(site: HookSite, kept: Mapping[str, Tensor | RecomputedActivation]) -> RecomputedActivation:
+    """A derived site other than the logits as a function of activations that are kept."""
+    owner: Any = site.owner
+    run = partial(results_of_heads, owner) if site.point == "results" else partial(_scale_of_sum, owner)
+    return RecomputedActivation(site, owner, run, *(kept[name] for name in site.sources))
+
+
+def results_of_heads(module: Any, heads: Tensor) -> Tensor:
+    """What each head of an attention writes: head_h W_o,h   (B, H, T, D) → (B, H, T, M)"""
+    check_float_weights(module)
+    return torch.einsum("bhtd,mhd->bhtm", heads, module.head_outputs())
+
+
+def _scale_of_sum(norm: Any, *states: Tensor) -> Tensor:
+    return norm_scale(norm, reduce(torch.add, states))[..., None]
+
+
+def logits_of_states(model: Model, masks: Mapping[str, Tensor], states: Tensor) -> Tensor:
+    """The logits of a model's head, from its final states."""
+    if model.class_head is not None:
+        return model.class_head(states, mask_from_padding(masks.get("padding_mask")))
+    if model.head is None:
+        raise ValueError("this model has no head, so it has no logits")
+    return model.head(states, model.output_table)
 
 
 def read_pass_inputs(model: Model, what: Any, target: Any = None) -> PassInputs:
@@ -344,6 +420,8 @@ def _pad_right(
 ) -> tuple[Tensor, Tensor | None, list[int]]:
     """Token ids (B, T), the padding mask (None if no row is padded), and the lengths of the rows."""
     lengths = [len(row) for row in rows]
+    if not min(lengths, default=0):
+        raise ValueError("a prompt is empty: there is nothing to capture")
     width = max(lengths)
     tokens = torch.tensor([[*row, *[pad_id or 0] * (width - len(row))] for row in rows], device=device)
     if min(lengths) == width:

@@ -14,13 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from ..attention import AttentionMap
 from ..generation.text_codec import ModelTokenizers
 from ..models.components import ClassHead, Pooler, TagHead, TokenHead
-from .capture import attention_name, attention_sites, resolve_kind
+from .capture import attention_name, attention_site, resolve_layer
+from .contributions import head_values
+from .look import check_index
 from .notebook import table_html
-from .residual import Place, ResidualSplit, readout_before_norm, residual_stack, split_residual
+from .residual import (
+    Place,
+    ResidualSplit,
+    check_float_weights,
+    layer_block,
+    output_matrix,
+    readout_before_norm,
+    residual_stack,
+    split_residual,
+)
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -62,29 +73,31 @@ class LogitAttribution:
     @torch.no_grad()
     def neurons(self, *, layer: int) -> Tensor:
         """The contribution of each neuron of a feed-forward network   (F,)"""
+        model, stack = self.record.model, self.splits[0][0].stack
+        layer = check_index("layer", layer, residual_stack(model, stack).n_layers, "")
+        name = f"{stack}.blocks.{layer}.ff"
+        if f"{name}.neurons" not in model.sites():
+            raise ValueError("this model has no neurons that all tokens share: it has experts, or no networks")
+        weight = layer_block(model, stack, layer).ff.w_out.weight.double()
         total = torch.zeros(())
         for place, split in self.splits:
-            name = f"{place.stack}.blocks.{layer}"
-            blocks = _stack(self.record, place).blocks
-            weight = blocks[layer % len(blocks)].ff.w_out.weight
-            neurons = self.record.at(f"{name}.ff.neurons", place.prompt, place.position)
-            total = total + split.readouts[f"{name}.ff"][0] @ weight.double() * neurons
+            neurons = self.record.at(f"{name}.neurons", place.prompt, place.position)
+            total = total + split.readouts[name][0] @ weight * neurons
         return total
 
     @torch.no_grad()
     def tokens(self, *, layer: int, kind: str | None = None) -> Tensor:
         """The contribution of each head, split by the token it attends to: a_ij v_j W_o read as a logit   (H, S)"""
-        kind = resolve_kind(self.record.model, kind)
+        kind, layer = resolve_layer(self.record.model, kind, layer)
         if kind not in self.parts:
             raise ValueError(f"kind={kind!r} does not contribute to this logit directly; {', '.join(self.parts)} do")
-        module: Any = attention_sites(self.record.model)[kind][layer].owner
-        call = self.record.call(layer=layer, kind=kind)
-        attention = AttentionMap.of(call)
+        module: Any = attention_site(self.record.model, kind, layer).owner
+        attention = self.record.attention(layer=layer, kind=kind)
         weight = module.head_outputs().double()
         total = torch.zeros(())
         for place, split in self.splits:
             readout = torch.einsum("m,mhd->hd", split.readouts[attention_name(kind, layer)][0], weight)
-            values = call.v[place.prompt].double().repeat_interleave(module.n_heads // call.v.shape[1], 0)  # (H, S, D)
+            values = head_values(self.record, kind, layer, place.prompt).double()  # (H, S, D)
             row = attention.tile(slice(place.position, place.position + 1))[place.prompt, :, 0].double()  # (H, S)
             total = total + row * torch.einsum("hsd,hd->hs", values, readout)
         return total
@@ -112,26 +125,27 @@ def logit_attribution(
     against  another token or class: split the difference of the two logits
     """
     model: Any = record.model
+    check_float_weights(model)
     name = "encoder" if model.is_encoder_only else "decoder"
     index = record.index(prompt, position)
     head = model.class_head if model.class_head is not None else model.head
     if head is None:
         raise ValueError("this model has no head, so it has no logits to split")
-    outputs = [_output_index(record, token, prompt, index)]
-    outputs += [] if against is None else [_output_index(record, against, prompt, index)]
+    logits = _logits(record, head, prompt, index)
+    outputs = [int(logits.argmax()) if token is None else output_index(model, token)]
+    outputs += [] if against is None else [output_index(model, against)]
     signs = torch.tensor([1.0, -1.0][: len(outputs)], dtype=torch.float64, device=model.device)
-    n_layers = _stack(record, Place(name, prompt, index)).n_layers
+    stack = residual_stack(model, name)
     readings = _head_readings(record, head, prompt, index, outputs, signs)
     splits: list[tuple[Place, ResidualSplit]] = []
     for at, readout, constant in readings:
         place = Place(name, prompt, at)
-        norm = _stack(record, place).norm
-        state = record.at(f"{name}.blocks.{n_layers - 1}.output", prompt, at)
-        readout, bias = readout_before_norm(norm, state, readout)
-        split = split_residual(record, place, n_layers, readout)
+        state = record.at(f"{name}.blocks.{stack.n_layers - 1}.output", prompt, at)
+        readout, bias = readout_before_norm(stack.norm, state, readout)
+        split = split_residual(record, place, stack.n_layers, readout)
         split.bias += bias + constant
         splits.append((place, split))
-    return LogitAttribution(_logit(record, head, prompt, index, outputs, signs), _sum_parts(splits), record, splits)
+    return LogitAttribution(float(signs @ logits[outputs].double()), _sum_parts(splits), record, splits)
 
 
 def _sum_parts(splits: list[tuple[Place, ResidualSplit]]) -> dict[str, Tensor]:
@@ -155,22 +169,23 @@ def _head_readings(
     """The logit as a sum of linear readouts of the final states (after the norm) of one or several positions."""
     final = record.final_states[prompt].detach().double()  # (T, M)
     if isinstance(head, TokenHead):
-        table = record.model.output_table if head.weight is None else head.weight
-        readout = (signs @ table[outputs].double() * head.scale)[None]
+        readout = (signs @ output_matrix(record.model)[outputs].double() * head.scale)[None]
         constant = readout.new_zeros(1) if head.bias is None else (signs @ head.bias[outputs].double())[None]
         if head.transform is not None:
-            u = head.transform.weight.double() @ final[index] + head.transform.bias.double()
-            active = head.activation(u)
-            readout, bias = readout_before_norm(head.norm, active, readout)
-            readout, more = _through_dense(head.transform, u, active, readout)
-            constant = constant + bias + more
+            readout, more = _through_dense(head.transform, head.activation, head.norm, final[index], readout)
+            constant = constant + more
         return [(index, readout, constant)]
-    weight, bias = head.out.weight[outputs].double(), head.out.bias[outputs].double()
-    readout, constant = (signs @ weight)[None], (signs @ bias)[None]
     if isinstance(head, TagHead):
-        return [(index, readout, constant)]
-    assert isinstance(head, ClassHead)
-    return _pooled_readings(record, head.pooler, prompt, final, readout, constant)
+        return [(index, *_class_readout(head.out, outputs, signs))]
+    if len(head.others):  # one linear layer per class token, and the mean of their logits
+        shares = [_class_readout(out, outputs, signs / (1 + len(head.others))) for out in (head.out, *head.others)]
+        return [(at, readout, constant) for at, (readout, constant) in enumerate(shares)]
+    return _pooled_readings(record, head.pooler, prompt, final, *_class_readout(head.out, outputs, signs))
+
+
+def _class_readout(out: Any, outputs: list[int], signs: Tensor) -> tuple[Tensor, Tensor]:
+    """The readout (1, M) and the constant (1,) of a linear layer over classes."""
+    return (signs @ out.weight[outputs].double())[None], (signs @ out.bias[outputs].double())[None]
 
 
 def _pooled_readings(
@@ -178,7 +193,14 @@ def _pooled_readings(
 ) -> list[Reading]:
     """A readout of the pooled vector as readouts of the states, each with its weight in the pooling."""
     length = record.lengths[prompt]
-    if pooler.kind == "first":
+    if pooler.kind == "map":
+        raise ValueError("pooling='map' is not linear in the states, so its logits cannot be split")
+    if pooler.kind == "first-and-mean":
+        first, mean = readout.chunk(2, dim=-1)
+        n_pooled = length - pooler.prefix
+        others = [(at, mean / n_pooled, torch.zeros_like(constant)) for at in range(pooler.prefix, length)]
+        return [(0, first, constant), *others]
+    if pooler.kind in ("first", "class-tokens"):
         weights = [(0, 1.0)]
     else:
         scores = final.new_zeros(length)
@@ -187,52 +209,39 @@ def _pooled_readings(
         weights = list(enumerate(scores.softmax(0).tolist()))
     if pooler.dense is not None:
         pooled = torch.stack([final[at] * weight for at, weight in weights]).sum(0)
-        u = pooler.dense.weight.double() @ pooled + pooler.dense.bias.double()
-        readout, more = _through_dense(pooler.dense, u, pooler.activation(u), readout)
+        readout, more = _through_dense(pooler.dense, pooler.activation, None, pooled, readout)
         constant = constant + more
     share = constant / len(weights)
     return [(at, readout * weight, share) for at, weight in weights]
 
 
-def _through_dense(dense: Any, u: Tensor, active: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
-    """A readout of f(u), u = W x + b, as one of x with f(u) / u held fixed; and a constant."""
-    readout = readout * torch.where(u == 0, torch.zeros_like(u), active / u)
-    return readout @ dense.weight.double(), readout @ dense.bias.double()
+def _through_dense(dense: Any, f: Any, norm: Any, x: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
+    """A readout of norm(f(u)), u = W x + b, as one of x, with f(u) / u and the norm's scale fixed; and a constant."""
+    weight = dense.weight.double()
+    bias = weight.new_zeros(len(weight)) if dense.bias is None else dense.bias.double()
+    u = weight @ x + bias
+    readout, constant = readout_before_norm(norm, f(u), readout)
+    readout = readout * torch.where(u == 0, torch.zeros_like(u), f(u) / u)
+    return readout @ weight, constant + readout @ bias
 
 
-def _logit(record: ActivationRecord, head: Any, prompt: int, index: int, outputs: list[int], signs: Tensor) -> float:
-    """The model's logit, or difference of two, before a soft cap."""
-    states = record.final_states[prompt : prompt + 1]
-    with torch.no_grad():
-        if isinstance(head, TokenHead):
-            table = record.model.output_table if head.weight is None else head.weight
-            hidden = head.hidden(states[:, index : index + 1])[0, 0]
-            logits = table[outputs] @ hidden + (0 if head.bias is None else head.bias[outputs])
-        else:
-            logits = record.logits[prompt] if isinstance(head, ClassHead) else record.logits[prompt, index]
-            logits = logits[outputs]
-    return float(signs @ logits.double())
+def _logits(record: ActivationRecord, head: Any, prompt: int, index: int) -> Tensor:
+    """The model's logits at one position, or of the classes of a prompt, before a soft cap."""
+    if isinstance(head, TokenHead):  # at one position only: the logits of all may not fit into memory
+        return linear(head.hidden(record.final_states[prompt, index]), output_matrix(record.model), head.bias)
+    return record.logits[prompt] if isinstance(head, ClassHead) else record.logits[prompt, index]
 
 
-def _output_index(record: ActivationRecord, token: int | str | None, prompt: int, index: int) -> int:
-    """The index of a token or class among the logits."""
-    model: Any = record.model
-    if model.class_head is None:  # one position only: the logits of all may not fit into memory
-        logits = model.head(record.final_states[prompt : prompt + 1, index : index + 1], model.output_table)[0, 0]
-    else:
-        logits = record.logits[prompt] if isinstance(model.class_head, ClassHead) else record.logits[prompt, index]
-    if token is None:
-        return int(logits.argmax())
-    if isinstance(token, str) and model.class_head is not None:
+def output_index(model: Any, output: int | str) -> int:
+    """The index of a token or class among a model's logits; a token may be given as text, a class by its name."""
+    is_classifier = model.class_head is not None
+    if isinstance(output, str) and is_classifier:
         names = [] if model.processor is None else list(model.processor.labels or [])
-        if token not in names:
-            raise ValueError(f"{token!r} is not one of the classes: {', '.join(names) or 'they have no names'}")
-        return names.index(token)
-    number = ModelTokenizers(model).token_id(token) if isinstance(token, str) else token
-    if not 0 <= number < logits.shape[-1]:
-        raise ValueError(f"{number} is not one of the {logits.shape[-1]} outputs of this model")
+        if output not in names:
+            raise ValueError(f"{output!r} is not one of the classes: {', '.join(names) or 'they have no names'}")
+        return names.index(output)
+    number = ModelTokenizers(model).token_id(output) if isinstance(output, str) else int(output)
+    n_outputs = model.config.n_classes if is_classifier else model.config.output_vocab_size
+    if not 0 <= number < n_outputs:
+        raise ValueError(f"{number} is not one of the {n_outputs} outputs of this model")
     return number
-
-
-def _stack(record: ActivationRecord, place: Place) -> Any:
-    return residual_stack(record.model, place.stack)

@@ -91,10 +91,17 @@ def resolve_kind(model: Model, kind: str | None) -> str:
     if not kinds:
         raise ValueError("this model has no attention weights in any of its layers")
     if kind is None:
-        return "self" if len(kinds) > 1 and "self" in kinds else kinds[0]
+        return "self" if "self" in kinds else kinds[0]
     if kind not in kinds:
         raise ValueError(f"kind={kind!r} is not one of the kinds of attention this model has: {', '.join(kinds)}")
     return kind
+
+
+def resolve_layer(model: Model, kind: str | None, layer: int) -> tuple[str, int]:
+    """A kind of attention, checked, and the index of a layer; a negative one counts from the end."""
+    kind = resolve_kind(model, kind)
+    n_layers = len(attention_sites(model)[kind])
+    return kind, layer + n_layers if -n_layers <= layer < 0 else layer
 
 
 def attention_site(model: Model, kind: str, layer: int, head: int = 0) -> HookSite:
@@ -240,9 +247,7 @@ def _add_attention_sites(model: Model, capture: Capture) -> Capture:
 
 def write_target(model: Model, source: Any) -> list[int]:
     """The target ids that an encoder-decoder generates greedily for one source, as its decoder reads them."""
-    limit = max(1, max_text_length(model.config, target=True) - 1)
-    if model.config.source == "text":
-        limit = default_output_length(model.config, len(source[0]), multiple=1)
+    limit = _default_target_length(model, len(source[0]))
     generated = generate_tokens(model, source, GenerateConfig(max_new_tokens=limit))
     return [*generated.prompts[0], *generated.best[0].content]
 
@@ -251,12 +256,17 @@ def _generate(model: Model, prompts: Any, source: SourceInput | None, options: G
     if isinstance(options, GenerateConfig):
         return generate_tokens(model, prompts, options)
     fields = dict(options)
-    if source is not None and model.config.source == "text":
-        fields.setdefault("max_new_tokens", default_output_length(model.config, len(source.labels), multiple=1))
-    elif source is not None:  # captions may fill the decoder's maximum length
-        fields.setdefault("max_new_tokens", max(1, max_text_length(model.config, target=True) - 1))
+    if source is not None:
+        fields.setdefault("max_new_tokens", _default_target_length(model, len(source.labels)))
     config, strings = resolve_config(model, None, fields)
     return generate_tokens(model, prompts, config, strings=strings)
+
+
+def _default_target_length(model: Model, n_source: int) -> int:
+    """The most tokens to generate for a source of ``n_source``; a caption may fill the decoder's maximum length."""
+    if model.config.source == "text":
+        return default_output_length(model.config, n_source, multiple=1)
+    return max(1, max_text_length(model.config, target=True) - 1)
 
 
 _recorder_lock = threading.Lock()

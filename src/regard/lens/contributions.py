@@ -21,9 +21,10 @@ from torch import Tensor
 from ..attention import MultiHeadAttention
 from ..attention.attention_map import Pick
 from ..attention.frame import ALL
-from ..layers import LayerNorm, RMSNorm
-from .capture import attention_name, attention_site, attention_sites, resolve_kind, stacks
+from ..layers import LayerNorm
+from .capture import attention_name, attention_site, attention_sites, resolve_kind, resolve_layer
 from .notebook import heatmap_html
+from .residual import check_float_weights, check_reads_source, layer_block, norm_gain, norm_scale
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -42,7 +43,7 @@ def value_weighted_attention(
     cols: Pick = ALL,
 ) -> Tensor:
     """‖a_ij v_j W_o‖ of every head: how much each key adds to each query's state, (H, R, C)."""
-    kind = resolve_kind(record.model, kind)
+    kind, layer = resolve_layer(record.model, kind, layer)
     values = _moved_values(record, kind, layer, prompt)  # (H, S, M)
     weights = record.attention(layer=layer, kind=kind).part(batch=prompt).tile(rows, cols)[0]
     norms = values.norm(dim=-1)
@@ -52,12 +53,21 @@ def value_weighted_attention(
 
 def _moved_values(record: ActivationRecord, kind: str, layer: int, prompt: int) -> Tensor:
     """The values of each head after its output projection: v_j W_o   (H, S, M)"""
+    values = head_values(record, kind, layer, prompt)
+    module: Any = attention_site(record.model, kind, layer).owner
+    weight = module.head_outputs()
+    return torch.einsum("hsd,mhd->hsm", values.to(weight), weight)
+
+
+def head_values(record: ActivationRecord, kind: str, layer: int, prompt: int) -> Tensor:
+    """The values of each head (H, S, D); heads that share a key head have the same."""
     module = attention_site(record.model, kind, layer).owner
     if not isinstance(module, MultiHeadAttention):
         raise ValueError(f"{type(module).__name__} has no values of single heads")
-    v = record.call(layer=layer, kind=kind).v[prompt].repeat_interleave(module.n_heads // module.n_kv_heads, 0)
-    weight = module.head_outputs()
-    return torch.einsum("hsd,mhd->hsm", v.to(weight), weight)
+    if module.n_global:
+        raise ValueError("with global_projections a key has one value for global and one for other queries")
+    check_float_weights(module)
+    return record.call(layer=layer, kind=kind).v[prompt].repeat_interleave(module.n_heads // module.n_kv_heads, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +111,7 @@ def token_contributions(
         return TokenContributions(_roll_out(record, "encoder", prompt, layers))
     if "cross" not in kinds:
         return TokenContributions(_roll_out(record, "self", prompt, layers))
+    check_reads_source(model)
     encoded = _roll_out(record, "encoder", prompt, None)  # (S, S)
     length = record.lengths[prompt]
     target, source = _identity(length, encoded), encoded.new_zeros(length, len(encoded))
@@ -115,9 +126,10 @@ def token_contributions(
 
 def _roll_out(record: ActivationRecord, kind: str, prompt: int, layers: int | None) -> Tensor:
     """C_L ⋯ C_2 C_1, the product of the layers' contributions: shares (T, T) of the input tokens in the last states."""
-    n_tokens = (record.inputs.source_lengths if kind == "encoder" else record.lengths)[prompt]
+    n_tokens = record.inputs.lengths_in(kind)[prompt]
     product = _identity(n_tokens, record.final_states.double())
-    for layer in range(len(attention_sites(record.model)[kind]) if layers is None else layers):
+    n_layers = len(attention_sites(record.model)[resolve_kind(record.model, kind)])
+    for layer in range(n_layers if layers is None else layers):
         product = layer_contributions(record, layer=layer, kind=kind, prompt=prompt) @ product
     return product
 
@@ -133,13 +145,12 @@ def layer_contributions(record: ActivationRecord, *, layer: int, kind: str | Non
     For cross-attention (T, S + 1): the shares of the source states, and in the last column that of the state itself.
     """
     model: Any = record.model
-    kind = resolve_kind(model, kind)
-    stack: Any = stacks(model)["encoder" if kind == "encoder" else "decoder"]
-    block = stack.blocks[layer % len(stack.blocks)]
+    kind, layer = resolve_layer(model, kind, layer)
+    block = layer_block(model, kind, layer)
     norms = block.residuals().cross if kind == "cross" else block.residuals().attention
     name = attention_name(kind, layer)
     before = f"{name.rpartition('.')[0]}.{'after_attention' if kind == 'cross' else 'input'}"
-    n_rows = (record.inputs.source_lengths if kind == "encoder" else record.lengths)[prompt]
+    n_rows = record.inputs.lengths_in(kind)[prompt]
     n_cols = record.inputs.source_lengths[prompt] if kind == "cross" else n_rows
     x = record[before][prompt, :n_rows].double()
     values = _moved_values(record, kind, layer, prompt)[:, :n_cols].double()
@@ -172,15 +183,12 @@ def _add_residual(moved: Tensor, x: Tensor, start: int, is_cross: bool) -> Tenso
 
 
 def _linear_norm(norm: Any, parts: Tensor, constant: Tensor | float = 0.0) -> Tensor:
-    """Parts (R, S, M) that sum, with a constant, to a norm's input, as parts of its output.
+    """Parts (R, S, M) that sum, with a constant, to the input of a norm, layer scale or gate, as parts of its output.
 
     A norm is linear once its scale is fixed; here it is the scale of the whole sum.
     """
-    if not isinstance(norm, LayerNorm | RMSNorm):
+    if norm is None:
         return parts
-    whole = parts.sum(1, keepdim=True) + constant
-    if isinstance(norm, LayerNorm):
-        scale = (whole.var(-1, unbiased=False, keepdim=True) + norm.eps).rsqrt()
-        return (parts - parts.mean(-1, keepdim=True)) * scale * norm.weight.double()
-    scale = (whole.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    return parts * scale * (norm.weight.double() + norm.offset)
+    scale = norm_scale(norm, parts.sum(1) + constant)[:, None, None]
+    centred = parts - parts.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else parts
+    return centred / scale * norm_gain(norm).to(parts)

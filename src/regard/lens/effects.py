@@ -93,7 +93,7 @@ def effect(
 def _outcome(
     look: Look, targets: list[tuple[str, int]], position: int, k: int, is_generated: bool
 ) -> tuple[Tensor, Outcome]:
-    """The probabilities of all tokens (or classes), and the outcome."""
+    """The probabilities of all tokens (or classes; of independent labels also their complements), and the outcome."""
     model = look.model
     losses = text_losses(look, [token for _, token in targets])
     loss = sum(losses) / len(losses) if losses else None
@@ -102,6 +102,7 @@ def _outcome(
         (classes,) = classify(model, look.inputs[0])
         best = [Next(n, name, probability) for n, (name, probability) in enumerate(classes.all.items())][:k]
         by_name = torch.tensor([classes.all[name] for name in sorted(classes.all)])
+        by_name = torch.cat((by_name, 1 - by_name)) if model.config.problem_type == "multi_label" else by_name
         return by_name, Outcome(best, loss, losses, written)
     probabilities = torch.zeros(model.config.output_vocab_size)
     ranked = look.next(position, len(probabilities))
@@ -147,8 +148,10 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
     model, by_name = look.model, stacks(look.model)
     head: Any = getattr(model, "head", None)
     classifier: Any = model.class_head
-    if not by_name or (head is None and classifier is None):
+    problem_type = model.config.problem_type if classifier is not None else "single_label"
+    if not by_name or (head is None and classifier is None) or problem_type == "regression":
         why = "it has no stack of layers" if not by_name else f"it has head={model.config.head!r}"
+        why = "it predicts a number, not classes" if problem_type == "regression" else why
         raise ValueError(f"this model has no prediction after each layer: {why}")
     name = "decoder" if "decoder" in by_name else "encoder"
     stack, index = by_name[name], look._position(position)
@@ -160,10 +163,14 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
         states = x if model.config.head == "classify" else x[:, index : index + 1]
         states = states if stack.norm is None else stack.norm(states)
         logits = head(states, model.output_table) if classifier is None else classifier(states)
-        probabilities = logits.flatten(0, -2)[0].float().cpu().softmax(-1)
+        logits = logits.flatten(0, -2)[0].float().cpu()
+        probabilities = whole = logits.softmax(-1)
+        if problem_type == "multi_label":  # each label is a choice of its own
+            probabilities = logits.sigmoid()
+            whole = torch.cat((probabilities, 1 - probabilities))
         best = probabilities.topk(min(k, len(probabilities)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        entropy = float(-torch.xlogy(probabilities, probabilities).sum())
+        entropy = float(torch.special.entr(whole).sum())
         tokens = [Next(n, text_of(n), probability) for n, probability in pairs]
         predictions.append(LayerPrediction(len(predictions) - 1, tokens, entropy))
         return x

@@ -26,6 +26,7 @@ from ..foundation.progress import track
 from ..models import Model, open_model
 from .look import Look, look
 from .notebook import figure_html
+from .patterns import nan_to_none
 
 PATTERNS = ("previous", "induction", "repeated", "first")  # scored by default
 LEAST = 0.4  # the score from which a head has a pattern, as in ``HeadPatterns.label``
@@ -56,20 +57,14 @@ class HeadHistory:
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary for JSON: scores as nested lists [step][layer][head], None for NaN."""
-
-        def plain(values: Any) -> Any:
-            if isinstance(values, list):
-                return [plain(value) for value in values]
-            return None if isinstance(values, float) and math.isnan(values) else values
-
         births = {
             pattern: [
                 {"layer": layer, "head": head, "step": step} for (layer, head), step in self.births(pattern).items()
             ]
             for pattern in self.scores
         }
-        scores = {name: plain(x.tolist()) for name, x in self.scores.items()}
-        losses = {"loss": plain(self.loss), "repeat_loss": plain(self.repeat_loss)}
+        scores = {name: nan_to_none(x.tolist()) for name, x in self.scores.items()}
+        losses = {"loss": nan_to_none(self.loss), "repeat_loss": nan_to_none(self.repeat_loss)}
         return {"kind": self.kind, "steps": self.steps, **losses, "scores": scores, "births": births}
 
     def to_text(self) -> str:
@@ -198,9 +193,14 @@ def _look_at_each(model: Model, what: Any, target: Any) -> list[Look]:
         if model.config.source != "text" or model.is_encoder_decoder:
             raise ValueError("repeated random tokens are for models of one text; give this model an input")
         return [look(model, row) for row in repeated_tokens(model)]
-    sources = what if isinstance(what, list | tuple) and not isinstance(what[0], int) else [what]
-    targets = target if isinstance(target, list | tuple) else [target] * len(sources)
-    return [look(model, *both) for both in zip(sources, targets, strict=True)]
+    if not isinstance(what, list | tuple) or (what and isinstance(what[0], int)):
+        return [look(model, what, target)]
+    if not what:
+        raise ValueError("there are no texts to look at")
+    targets = target if isinstance(target, list | tuple) else [target] * len(what)
+    if len(targets) != len(what):
+        raise ValueError(f"there are {len(targets)} targets for {len(what)} sources")
+    return [look(model, *both) for both in zip(what, targets, strict=True)]
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ inhibition  how far a head shifts the scores of movers from tokens that occur tw
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +20,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..attention import MultiHeadAttention
+from ..attention.attention_map import as_span
+from ..attention.frame import split_span
+from ..attention.score_matrix import AttentionCall
 from ..models import Model
 from ..models.components import TokenHead
 from .activations import ActivationRecord, capture
-from .capture import attention_sites, resolve_kind
+from .capture import attention_name, attention_sites, resolve_kind
+from .contributions import head_values
 from .head_history import repeated_tokens
-from .head_weights import copying_scores, fold_norm, norm_scale
-from .look import look
+from .head_weights import copying_scores
+from .look import Look, look
 from .notebook import table_html
+from .patterns import HeadPatterns, nan_to_none
+from .residual import check_float_weights, fold_norm, layer_block, norm_scale, output_matrix
 from .why import split_query
 
 # Minimum score of each role.
@@ -57,46 +63,41 @@ class HeadRoles:
         return [(*divmod(index, x.shape[1]), value) for value, index in pairs if value > -math.inf]
 
     def to_dict(self) -> dict[str, Any]:
-        n_layers, n_heads = next(iter(self.scores.values())).shape
-        scores = {
-            name: [[None if math.isnan(value) else value for value in layer] for layer in x.tolist()]
-            for name, x in self.scores.items()
-        }
-        return {
-            **scores,
-            "labels": [[self.labels(layer, head) for head in range(n_heads)] for layer in range(n_layers)],
-        }
+        n_layers, n_heads = self._shape
+        scores = {name: nan_to_none(x.tolist()) for name, x in self.scores.items()}
+        labels = [[self.labels(layer, head) for head in range(n_heads)] for layer in range(n_layers)]
+        return {**scores, "labels": labels}
 
     def to_text(self) -> str:
         """A line for each head: its scores, then its roles."""
         names = list(self.scores)
         lines = ["  head  " + "  ".join(f"{name:>10}" for name in names)]
-        n_layers, n_heads = self.scores[names[0]].shape
-        for layer in range(n_layers):
-            for head in range(n_heads):
-                values = "  ".join(f"{float(self.scores[name][layer, head]):10.2f}" for name in names)
-                lines.append(
-                    f"{f'L{layer + 1}H{head + 1}':>6}  {values}  {', '.join(self.labels(layer, head))}".rstrip()
-                )
+        for head, roles, *scores in self._rows():
+            lines.append(f"{head:>6}  {'  '.join(f'{score:10.2f}' for score in scores)}  {', '.join(roles)}".rstrip())
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        n_layers, n_heads = next(iter(self.scores.values())).shape
-        heads = [(layer, head) for layer in range(n_layers) for head in range(n_heads)]
-        rows = [
+    def _rows(self) -> list[tuple[Any, ...]]:
+        """For each head its name, its roles and its scores."""
+        return [
             (
                 f"L{layer + 1}H{head + 1}",
-                ", ".join(self.labels(layer, head)),
+                self.labels(layer, head),
                 *(float(x[layer, head]) for x in self.scores.values()),
             )
-            for layer, head in heads
-            if self.labels(layer, head)
+            for layer, head in itertools.product(*map(range, self._shape))
         ]
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(next(iter(self.scores.values())).shape)
+
+    def _repr_html_(self) -> str:
+        rows = [(head, ", ".join(roles), *scores) for head, roles, *scores in self._rows() if roles]
         return table_html(("head", "roles", *self.scores), rows, repr(self))
 
     def __repr__(self) -> str:
-        n_layers, n_heads = next(iter(self.scores.values())).shape
-        labels = [name for layer in range(n_layers) for head in range(n_heads) for name in self.labels(layer, head)]
+        n_layers, n_heads = self._shape
+        labels = [name for _, roles, *_ in self._rows() for name in roles]
         counts = ", ".join(f"{labels.count(name)} {name}" for name in self.scores if name in labels)
         return f"HeadRoles({n_layers} layers × {n_heads} heads: {counts or 'no roles'})"
 
@@ -106,6 +107,7 @@ def head_roles(model: Model, what: Sequence[Any] | None = None) -> HeadRoles:
 
     what  None: repeated random tokens, which do not determine inhibition
     """
+    check_float_weights(model)
     if not model.is_decoder_only or not isinstance(model.head, TokenHead):
         raise ValueError("head roles are defined for language models only")
     if what is None:
@@ -118,9 +120,7 @@ def head_roles(model: Model, what: Sequence[Any] | None = None) -> HeadRoles:
         name: torch.stack([each.scores[pattern] for each in patterns]).nanmean(0)
         for name, pattern in (("previous", "previous"), ("induction", "induction"), ("duplicate", "repeated"))
     }
-    lengths = [each.inputs[0].shape[1] for each in looks]
-    # The first token can only attend to itself; it is left out of the mean.
-    sinks = [(each.first * n - 1) / max(n - 1, 1) for each, n in zip(patterns, lengths, strict=True)]
+    sinks = [_weight_on_first(*both) for both in zip(looks, patterns, strict=True)]
     scores |= {"sink": torch.stack(sinks).mean(0), "copying": copying_scores(model)}
     records = [capture(model, each.inputs[0]) for each in looks]
     scores["mover"] = torch.stack([moved_logits(record) for record in records]).mean(0)
@@ -129,28 +129,38 @@ def head_roles(model: Model, what: Sequence[Any] | None = None) -> HeadRoles:
     return HeadRoles(scores)
 
 
+def _weight_on_first(seen: Look, patterns: HeadPatterns) -> Tensor:
+    """The mean weight on the first token, (L, H), without that of its own query, which can only attend to itself."""
+    n = seen.inputs[0].shape[1]
+    own = torch.stack([seen.map(layer=layer).tile(0, 0)[0, :, 0, 0].float().cpu() for layer in range(seen.layers())])
+    return (patterns.first * n - own) / max(n - 1, 1)
+
+
 @torch.no_grad()
 def moved_logits(record: ActivationRecord, prompt: int = 0) -> Tensor:
     """The logits that each head adds to the tokens it attends to, averaged over queries (L, H):
 
-    Σ_j a_ij (u_j − ū) W_o v_j    through the final norm; u_j: output row of token j, ū: mean of all output rows
+    Σ_j a_ij (u_j − ū) W_o v_j    through the norm of the sub-layer's output and the final norm; u_j: output row of
+                                  token j, ū: mean of all output rows
     """
     model: Any = record.model
-    table = (model.output_table if model.head.weight is None else model.head.weight).double()
+    table = output_matrix(model).double()
     tokens = record.inputs.tensors[0][prompt, : record.lengths[prompt]]
     rows = (table[tokens] - table.mean(0)) * model.head.scale  # (T, M)
     states = record[f"decoder.blocks.{len(attention_sites(model)['self']) - 1}.output"][prompt, : len(tokens)].double()
     gains, scales = fold_norm(model.decoder.norm, rows), norm_scale(model.decoder.norm, states)
     scores = []
-    for layer in range(len(attention_sites(model)["self"])):
-        module, call = attention_sites(model)["self"][layer].owner, record.call(layer=layer)
-        assert isinstance(module, MultiHeadAttention)
-        weight = module.head_outputs().double()
-        v = call.v[prompt, :, : len(tokens)].double().repeat_interleave(module.n_heads // module.n_kv_heads, 0)
-        moved = torch.einsum("hsd,mhd,sm->hs", v, weight, gains)  # what reading key j adds to its own token's logit
+    for layer, site in enumerate(attention_sites(model)["self"]):
+        module: Any = site.owner
+        norm = layer_block(model, "self", layer).residuals().attention.output
+        heads = record[f"{attention_name('self', layer)}.heads"][prompt, :, : len(tokens)]
+        divisors = scales * norm_scale(norm, module.w_o(heads.transpose(0, 1).flatten(1)).double())  # (T,)
+        v = head_values(record, "self", layer, prompt)[:, : len(tokens)].double()
+        # what reading key j adds to its own token's logit
+        moved = torch.einsum("hsd,mhd,sm->hs", v, module.head_outputs().double(), fold_norm(norm, gains))
         weights = record.attention(layer=layer).part(batch=prompt)
-        # scales · A, the scaled attention that each key receives, in one pass over the blocks of the map
-        pushed = (scales / len(tokens)).to(weights.dtype).expand(1, module.n_heads, 1, -1)
+        # A / divisor, averaged over queries: what each key receives, in one pass over the map's blocks
+        pushed = (1 / divisors / len(tokens)).to(weights.dtype).expand(1, module.n_heads, 1, -1)
         pushed = torch.nn.functional.pad(pushed, (0, weights.shape[2] - len(tokens)))
         received = weights.push(pushed)[0, :, 0, : len(tokens)].double()
         scores.append((received * moved).sum(-1))
@@ -183,16 +193,24 @@ def sink_scores(record: ActivationRecord, *, kind: str | None = None, prompt: in
     """The mean weight that each key gets from the queries that may attend to it, (L, H, S); high for a sink (Gu et al.
     2024)."""
     kind = resolve_kind(record.model, kind)
-    n_queries = (record.inputs.source_lengths if kind == "encoder" else record.lengths)[prompt]
+    n_queries = record.inputs.lengths_in(kind)[prompt]
     scores = []
     for layer in range(len(attention_sites(record.model)[kind])):
         attention = record.attention(layer=layer, kind=kind).part(batch=prompt)
-        n_keys = attention.shape[3]
         real = (torch.arange(attention.shape[2]) < n_queries).to(attention.device, attention.dtype)
         sums = attention.push(real.expand(1, attention.shape[1], 1, -1))[0, :, 0].cpu()
-        n_seeing = n_queries - torch.arange(n_keys) if kind == "self" else torch.full((n_keys,), n_queries)
-        scores.append(sums / n_seeing.clamp(min=1))
+        scores.append(sums / _n_readers(record.call(layer=layer, kind=kind), prompt, n_queries).clamp(min=1))
     return torch.stack(scores)
+
+
+def _n_readers(call: AttentionCall, prompt: int, n_queries: int) -> Tensor:
+    """For each key, how many of the first ``n_queries`` queries may attend to it, (H, S)."""
+    n_batch, n_heads, n_keys = *call.q.shape[:2], call.k.shape[2]
+    counts = torch.zeros(n_heads, n_keys)
+    for rows in split_span(slice(0, n_queries), 1024):
+        allowed, n_rows = call.allowed(rows), rows.stop - rows.start
+        counts += n_rows if allowed is None else allowed.expand(n_batch, n_heads, n_rows, n_keys)[prompt].sum(1).cpu()
+    return counts
 
 
 class MassiveActivation(NamedTuple):
@@ -214,8 +232,12 @@ def massive_activations(
     massive = []
     for name in (name for name in record if name.endswith(".output") and name.count(".") == 3):
         x = record[name].float().abs()
-        median = float(x.median())
-        for prompt, position, dimension in ((x >= least) & (x >= ratio * median)).nonzero().tolist():
+        lengths = torch.tensor(record.inputs.lengths_in(name), device=x.device)
+        real = torch.arange(int(lengths.max()), device=x.device) < lengths[:, None]  # (B, T): False at padding
+        if record.positions is not None:
+            real = real[:, as_span(record.positions, real.shape[1], "positions", x.device)]
+        median = float(x[real].median())
+        for prompt, position, dimension in ((x >= max(least, ratio * median)) & real[..., None]).nonzero().tolist():
             value = float(record[name][prompt, position, dimension])
             massive.append(MassiveActivation(name, prompt, position, dimension, value, abs(value) / max(median, 1e-30)))
     return sorted(massive, key=lambda each: -abs(each.value))[:k]

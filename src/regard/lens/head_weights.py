@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..attention import MultiHeadAttention
-from ..layers import Embeddings, LayerNorm, RMSNorm
+from ..layers import Embeddings
 from ..models import Model
 from ..models.components import TokenHead
 from .capture import attention_site, attention_sites, resolve_kind, stacks
 from .notebook import table_html
+from .residual import check_float_weights, fold_norm, layer_block, output_matrix
 from .why import rotation_matrix
 
 Reader = Literal["q", "k", "v"]
@@ -153,8 +154,9 @@ def copying_scores(model: Any) -> Tensor:
     if not isinstance(embed, Embeddings) or embed.projection is not None:
         raise ValueError("copying scores need a model that reads and predicts tokens of one vocabulary")
     stack = stacks(model)["encoder" if model.is_encoder_only else "decoder"]
-    table = (model.output_table if head.weight is None else head.weight).double()
-    product = fold_norm(stack.norm, table).T @ model.token.weight.double()  # (M, M): Σ_t u_t e_tᵀ
+    product = (
+        fold_norm(stack.norm, output_matrix(model).double()).T @ model.token.weight.double()
+    )  # (M, M): Σ_t u_t e_tᵀ
     scores = []
     for layer in range(len(kinds[kind])):
         read, write = _read_weights(model, kind, layer, "v"), _write_weights(model, kind, layer)
@@ -169,6 +171,7 @@ def _module(model: Model, kind: str | None, layer: int, head: int) -> tuple[Mult
     module = attention_site(model, resolve_kind(model, kind), layer, head).owner
     if not isinstance(module, MultiHeadAttention):
         raise ValueError(f"{type(module).__name__} has no weights of single heads")
+    check_float_weights(module)
     return module, head * module.n_kv_heads // module.n_heads
 
 
@@ -176,8 +179,7 @@ def _read_weights(model: Any, kind: str, layer: int, side: str) -> Tensor:
     """W_q, W_k or W_v of each head with the norm's gain folded in, at least fp32: (H or G, D, M)."""
     module, _ = _module(model, kind, layer, 0)
     weight = _at_least_fp32({"q": module.w_q, "k": module.w_k, "v": module.w_v}[side])
-    stack: Any = stacks(model)["encoder" if kind == "encoder" else "decoder"]
-    norms = stack.blocks[layer % len(stack.blocks)].residuals()
+    norms = layer_block(model, kind, layer).residuals()
     norm = norms.cross.before if kind == "cross" else norms.attention.before
     if kind == "cross" and side != "q":  # keys and values come from the encoder's last states
         norm = stacks(model)["encoder"].norm
@@ -193,18 +195,3 @@ def _write_weights(model: Model, kind: str, layer: int) -> Tensor:
 def _at_least_fp32(weight: Tensor) -> Tensor:
     """QR and SVD do not support half precision."""
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-
-
-def fold_norm(norm: Any, weight: Tensor) -> Tensor:
-    """A weight (…, M) that reads a norm's output as one that reads its input, without the norm's scale."""
-    if isinstance(norm, LayerNorm):
-        scaled = weight * norm.weight.detach().to(weight)
-        return scaled - scaled.mean(-1, keepdim=True)
-    return weight * (norm.weight.detach().to(weight) + norm.offset) if isinstance(norm, RMSNorm) else weight
-
-
-def norm_scale(norm: Any, states: Tensor) -> Tensor:
-    """The factor 1 / σ of each state that ``fold_norm`` leaves out, (T, M) → (T,)."""
-    if isinstance(norm, LayerNorm):
-        return (states.var(-1, unbiased=False) + norm.eps).rsqrt()
-    return (states.square().mean(-1) + norm.eps).rsqrt() if isinstance(norm, RMSNorm) else states.new_ones(len(states))

@@ -130,7 +130,7 @@ def draw_overlay(selection: HeadSelection, file: Path, title: str | None = None)
     if image is None or not any(label.box for label in selection.col_labels):
         raise ValueError(f"kind={kind!r} does not attend to an image, so there is nothing to draw its weights on")
     panels = list(zip(selection.row_labels, torch.cat(list(selection.portions())).float().cpu(), strict=True))
-    if kind == "encoder":  # instead of a panel per patch: the class tokens, and the mean of the patches
+    if any(label.box for label, _ in panels):  # instead of a panel per patch: the class tokens, and the patches' mean
         mean = Label("all patches, mean"), torch.stack([w for label, w in panels if label.box]).mean(0)
         panels = [*(panel for panel in panels if panel[0].special), mean]
     panels = panels[:_MAX_PANELS]

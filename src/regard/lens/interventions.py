@@ -35,8 +35,6 @@ from .capture import Head, attention_modules, attention_site, attention_sites, h
 
 Change = Tensor | Callable[[Tensor], Tensor]  # a new activation, or a function of the old one
 _WEIGHTS_AT_ONCE = 1 << 20  # weights of an edited head in memory at a time
-
-
 OutputChange = Callable[[Any, Tensor], Tensor]  # (attention call, or None outside attention; activation) → activation
 CallChange = Callable[[AttentionCall], AttentionCall]
 
@@ -82,16 +80,13 @@ class SiteEdit(Edit):
         return owner, index % self._n_layers[owner] if owner in self._n_layers else index
 
 
-HeadChange = Callable[[AttentionCall, Tensor], Tensor]  # (call, output of one head (B, T, D)) → output
-
-
-def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> SiteEdit:
-    """An edit that replaces the outputs of single heads."""
-    by_site: dict[HookSite, dict[int, HeadChange]] = {}
+def _head_edit(model: Model, changes: Mapping[Head, OutputChange]) -> SiteEdit:
+    """An edit that replaces the outputs (B, T, D) of single heads."""
+    by_site: dict[HookSite, dict[int, OutputChange]] = {}
     for (kind, layer, head), change in changes.items():
         by_site.setdefault(attention_site(model, kind, layer, head), {})[head] = change
 
-    def edit(changes: dict[int, HeadChange], call: AttentionCall, output: Tensor) -> Tensor:
+    def edit(changes: dict[int, OutputChange], call: AttentionCall, output: Tensor) -> Tensor:
         heads = list(output.unbind(1))
         for head, change in changes.items():
             heads[head] = change(call, heads[head]).to(output.dtype)
@@ -102,8 +97,11 @@ def _head_edit(model: Model, changes: Mapping[Head, HeadChange]) -> SiteEdit:
 
 @contextmanager
 def switch_off(model: Model, heads: Iterable[Head], by: str = "zero") -> Iterator[None]:
-    """Ablate heads (kind, layer, head): replace their output by 0, or with by="mean" by its mean over the text
-    (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with ξ_h = 0)."""
+    """Ablate heads (kind, layer, head): replace their output by 0, or with by="mean" by its mean over all tokens of the
+    pass (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with ξ_h = 0).
+
+    That mean includes padding, and in a decode step it is the token itself; ``ablate`` has the mean over a data set.
+    """
     if by not in ("zero", "mean"):
         raise ValueError(f"by={by!r} is neither 'zero' nor 'mean'")
 
@@ -176,7 +174,7 @@ def patch(model: Model, activations: Mapping[str | Head, Change], positions: Pic
     positions    replace only these tokens, by a tensor of as many tokens or of the whole text
     """
     sites: dict[HookSite, OutputChange] = {}
-    heads: dict[Head, HeadChange] = {}
+    heads: dict[Head, OutputChange] = {}
     for name, change in activations.items():
         new = _position_change(change, positions, str(name))
         if isinstance(name, str):
@@ -195,10 +193,11 @@ def _position_change(change: Change, positions: Pick | None, name: str) -> Outpu
         span = slice(0, n_tokens) if positions is None else as_span(positions, n_tokens, "positions", x.device)
         old = x[..., span, :]
         if isinstance(change, Tensor):
-            is_whole_text = positions is not None and change.shape[-2] == n_tokens
-            new = (change[..., span, :] if is_whole_text else change).to(x)
+            is_whole_text = positions is not None and change.shape[-2:-1] == (n_tokens,)
+            new = change[..., span, :] if is_whole_text else change
         else:
             new = change(old)
+        new = new.to(x)
         lead = old.dim() - new.dim()  # leading dimensions broadcast: one run's activations may patch a whole batch
         fits = lead >= 0 and new.shape[-2:] == old.shape[-2:]
         if not fits or any(n not in (1, m) for n, m in zip(new.shape, old.shape[lead:], strict=True)):

@@ -75,7 +75,7 @@ class Look:
 
     layer  counts from 0, from the end if negative
     head   likewise; None is the mean of all heads
-    kind   "self", "cross" or "encoder"; None is the only kind of the model, or "self" if it has several
+    kind   "self", "cross" or "encoder"; None is "self", or the first kind of a model without it
 
     A row of "cross" is labelled by the token it predicts, a row of "self" by the token it reads.
     """
@@ -349,7 +349,7 @@ class Look:
 
     def _kind(self, kind: str | None) -> str:
         if kind is None:
-            return self.kinds[0] if len(self.kinds) == 1 else "self"
+            return "self" if "self" in self.kinds else self.kinds[0]
         if kind not in self.kinds:
             raise ValueError(f"kind={kind!r}: this model has {' and '.join(map(repr, self.kinds))} attention")
         return kind
@@ -373,7 +373,7 @@ class Look:
             raise ValueError(f"kind={kind!r}: queries and keys are not the same tokens, so they have no distance")
         boxes = [label.box for label in labels]
         first = next((box for box in boxes if box is not None), None)
-        if kind != "encoder" or first is None or self.model.config.source != "image":
+        if first is None or self.model.config.source != "image":
             return torch.arange(len(labels), dtype=torch.float32)[:, None]
         nowhere = (float("nan"), float("nan"))
         width, height = first[2] - first[0], first[3] - first[1]

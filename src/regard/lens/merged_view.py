@@ -89,10 +89,11 @@ class MergedView:
             return self.look.pooled(layer=layer, head=head, kind=self.kind, h=h, w=w, reduce=reduce)
         row_numbers, n_cols = torch.arange(len(self.rows))[rows], len(self.cols[cols])
         h, w = min(h, len(row_numbers)), min(w, n_cols)
-        how = {"mean": "mean", "max": "amax"}[reduce]
+        if reduce not in ("mean", "max"):
+            raise ValueError(f"reduce={reduce!r} is neither 'mean' nor 'max'")
         col_cells = torch.arange(n_cols).tensor_split(w)
         cell_of = torch.cat([torch.full((len(cell),), n) for n, cell in enumerate(col_cells)])
-        size, cells = max(1, WEIGHTS_AT_ONCE // n_cols), []
+        size, cells, how = max(1, WEIGHTS_AT_ONCE // n_cols), [], "mean" if reduce == "mean" else "amax"
         for row_cell in row_numbers.tensor_split(h):
             parts = []
             for part in row_cell.split(size):

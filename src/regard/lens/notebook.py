@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 from io import StringIO
@@ -17,7 +18,7 @@ _BLUE, _RED = "22,104,220", "212,56,13"
 def table_html(headers: Sequence[str], rows: Iterable[Sequence[object]], caption: str = "") -> str:
     """A table; floats are printed with their sign over a bar of their size, blue if positive and red if negative."""
     shown = [list(row) for row in rows][:_MAX_ROWS]
-    sizes = [abs(cell) for row in shown for cell in row if isinstance(cell, float)]
+    sizes = [abs(cell) for row in shown for cell in row if isinstance(cell, float) and not math.isnan(cell)]
     largest = max(sizes, default=0.0) or 1.0
     body = "".join(f"<tr>{''.join(_cell_html(cell, largest) for cell in row)}</tr>" for row in shown)
     head = "".join(f'<th style="{_CELL.format(side="left")}">{escape(name)}</th>' for name in headers)
@@ -25,7 +26,7 @@ def table_html(headers: Sequence[str], rows: Iterable[Sequence[object]], caption
 
 
 def _cell_html(cell: object, largest: float) -> str:
-    if not isinstance(cell, float):
+    if not isinstance(cell, float) or math.isnan(cell):
         return f'<td style="{_CELL.format(side="left")}">{escape(str(cell))}</td>'
     share, colour = 100 * abs(cell) / largest, _BLUE if cell >= 0 else _RED
     bar = f"background:linear-gradient(90deg,rgba({colour},.25) {share:.0f}%,transparent {share:.0f}%)"

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from ..attention.backends import run
 from ..attention.score_matrix import AttentionCall
-from ..generation.text_codec import ModelTokenizers
 from ..models import Model
 from .activations import ActivationRecord, Metric, PassInputs, capture_inputs, read_pass_inputs
+from .attribution import output_index
 from .capture import attention_name, attention_sites, resolve_kind, stacks
 from .notebook import heatmap_html, table_html
 from .patch_runner import LogitDifference, Patch, PatchRunner
@@ -75,33 +75,26 @@ class PatchTargets(NamedTuple):
         return f"{block}.{points.get(self.over, f'{self.over}.output')}"
 
     def axes(self) -> tuple[str, ...]:
-        unit = {"neurons": "neuron"} | dict.fromkeys(_HEADS, "head")
-        names = ("layer", unit.get(self.over), "position" if self.by_position else None)
-        return tuple(name for name in names if name is not None)
+        unit = "neuron" if self.over == "neurons" else "head" if self.over in _HEADS else ""
+        return ("layer", *filter(None, (unit, "position" if self.by_position else "")))
 
     def shape(self, record: ActivationRecord) -> tuple[int, ...]:
         """The sizes of the axes after "layer"."""
-        x = record[self.site(0)][0]
-        units = {"neurons": x.shape[-1]} | dict.fromkeys(_HEADS, x.shape[0])
-        sizes = (units.get(self.over), x.shape[-2] if self.by_position else None)
-        return tuple(size for size in sizes if size is not None)
+        x = record[self.site(0)][0]  # (H, T, D), (T, F) or (T, M)
+        sizes = {"head": x.shape[0], "neuron": x.shape[-1], "position": x.shape[-2]}
+        return tuple(sizes[axis] for axis in self.axes()[1:])
 
     def patches(self, layer: int, record: ActivationRecord) -> list[Patch]:
         """All patches of one layer, in the order of the axes."""
-        has_unit = self.over == "neurons" or self.over in _HEADS
-        sizes = self.shape(record)
-        units: Sequence[int | None] = range(sizes[0]) if has_unit else [None]
-        positions: Sequence[int | None] = range(sizes[-1]) if self.by_position else [None]
+        sizes = dict(zip(self.axes()[1:], self.shape(record), strict=True))
+        positions: Sequence[int | None] = range(sizes.pop("position")) if self.by_position else [None]
+        units: Sequence[int | None] = range(*sizes.values()) if sizes else [None]  # heads or neurons
         return [Patch(self.site(layer), unit, position) for unit in units for position in positions]
 
 
 def logit_difference(model: Model, token: int | str, against: int | str, position: int = -1) -> LogitDifference:
     """A metric: the logit of one token after ``position`` minus that of another; or of two classes."""
-
-    def token_id(name: int | str) -> int:
-        return ModelTokenizers(model).token_id(name) if isinstance(name, str) else int(name)
-
-    return LogitDifference(token_id(token), token_id(against), position)
+    return LogitDifference(output_index(model, token), output_index(model, against), position)
 
 
 def patching_sweep(
@@ -202,26 +195,18 @@ def _recompute_attention(
     A query changes only its own row, so one call serves all positions; keys are changed one position at a time.
     """
     before = run(corrupted, "auto").output
-    point: Literal["q", "k"] = "q" if targets.over == "q" else "k"
-    new: Tensor = getattr(clean, point)
-    if targets.over == "q" or not targets.by_position:
-        after = run(_replace_point(corrupted, point, new), "auto").output
-        product = (after - before) * gradient
-        if targets.over == "k":  # sum over the query heads that share a key head
-            product = product.unflatten(1, (new.shape[1], -1)).sum(2)
+    if targets.over == "q":
+        product = (run(replace(corrupted, q=clean.q), "auto").output - before) * gradient
         return _sum_to_axes(targets, product[0])
+    n_key_heads, n_keys = clean.k.shape[1:3]
     estimates = []
-    for position in range(new.shape[2]):
+    for position in range(n_keys) if targets.by_position else [slice(None)]:
         keys = corrupted.k.clone()
-        keys[:, :, position] = new[:, :, position]
-        product = (run(_replace_point(corrupted, "k", keys), "auto").output - before) * gradient
-        estimates.append(product[0].sum((-1, -2)).unflatten(0, (new.shape[1], -1)).sum(1))
-    return torch.stack(estimates, dim=1)  # (G, positions)
-
-
-def _replace_point(call: AttentionCall, point: Literal["q", "k"], x: Tensor) -> AttentionCall:
-    """The call with its queries or keys replaced."""
-    return replace(call, q=x) if point == "q" else replace(call, k=x)
+        keys[:, :, position] = clean.k[:, :, position]
+        product = (run(replace(corrupted, k=keys), "auto").output - before) * gradient
+        by_head = product[0].sum((-1, -2))
+        estimates.append(by_head.unflatten(0, (n_key_heads, -1)).sum(1))  # over the heads that share a key head
+    return torch.stack(estimates, dim=1) if targets.by_position else estimates[0]  # (G, positions) or (G,)
 
 
 def _sum_to_axes(targets: PatchTargets, x: Tensor) -> Tensor:
@@ -251,6 +236,14 @@ def read_pairs(
     return list(zip(good, bad, strict=True))
 
 
+def metrics_of_pairs(metric: Metric | Sequence[Metric], n_pairs: int) -> list[Metric]:
+    """The metric of each pair: one for all, or a list of one per pair."""
+    metrics = list(metric) if isinstance(metric, Sequence) else [metric] * n_pairs
+    if len(metrics) != n_pairs:
+        raise ValueError(f"there are {len(metrics)} metrics for {n_pairs} pairs of prompts")
+    return metrics
+
+
 def check_ends_differ(pair: int, clean: float | Tensor, corrupted: float | Tensor) -> None:
     """Raise if a pair's metric is the same on both prompts: effects are shares of the difference."""
     if clean == corrupted:
@@ -275,7 +268,10 @@ def patch_targets(model: Model, over: Over, by_position: bool | None, kind: str 
     by_position = over not in ("neurons", *_HEADS) if by_position is None else by_position
     if over in _HEADS:
         return PatchTargets(over, by_position, resolve_kind(model, kind))
-    return PatchTargets(over, by_position, "encoder" if kind == "encoder" or model.is_encoder_only else "self")
+    stack = "encoder" if kind == "encoder" or model.is_encoder_only else "decoder"
+    if stack not in stacks(model):
+        raise ValueError(f"over={over!r} needs a stack of layers on one residual stream, and this model has none")
+    return PatchTargets(over, by_position, "encoder" if stack == "encoder" else "self")
 
 
 def _n_layers(model: Model, targets: PatchTargets) -> int:
@@ -292,8 +288,8 @@ def _average_effects(
 ) -> PatchingResult:
     """The mean over pairs of their effects, each as a share of the pair's difference between clean and corrupted."""
     shares, ends = [], []
-    for index, (good, bad) in enumerate(pairs):
-        change, (clean, corrupted) = effects(good, bad, metric[index] if isinstance(metric, Sequence) else metric)
+    for index, ((good, bad), pair_metric) in enumerate(zip(pairs, metrics_of_pairs(metric, len(pairs)), strict=True)):
+        change, (clean, corrupted) = effects(good, bad, pair_metric)
         check_ends_differ(index, clean, corrupted)
         shares.append((change / (clean - corrupted)).detach().cpu())
         ends.append((float(clean), float(corrupted)))

@@ -69,13 +69,17 @@ class HeadPatterns:
 
     def to_dict(self) -> dict[str, Any]:
         """A dictionary for JSON: scores as nested lists [layer][head], None for NaN."""
-        scores = {
-            name: [[None if math.isnan(value) else value for value in layer] for layer in x.tolist()]
-            for name, x in self.scores.items()
-        }
+        scores = {name: nan_to_none(x.tolist()) for name, x in self.scores.items()}
         n_layers, n_heads = self.entropy.shape
         labels = [[self.label(layer, head) for head in range(n_heads)] for layer in range(n_layers)]
         return {"kind": self.kind, **scores, "labels": labels}
+
+
+def nan_to_none(values: Any) -> Any:
+    """Nested lists of numbers with None for NaN, which JSON does not have."""
+    if isinstance(values, list):
+        return [nan_to_none(value) for value in values]
+    return None if math.isnan(values) else values
 
 
 def patterns(look: Look, *, kind: str | None = None, layers: Sequence[int] | None = None) -> HeadPatterns:

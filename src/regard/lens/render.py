@@ -94,7 +94,7 @@ class HeadSelection:
         if (h, w) == (len(rows), len(cols)):
             return Sheet(torch.cat(list(self.portions())).float().cpu(), rows, cols, self.title)
         values = self.view.pooled(layer=self.layer, head=self.head, h=h, w=w, rows=self.rows, cols=self.cols)
-        rows, cols = _cell_labels(self.rows, rows, h), _cell_labels(self.cols, cols, w)
+        rows, cols = _cell_labels(rows, h), _cell_labels(cols, w)
         return Sheet(values.float().cpu(), rows, cols, self.title, True)
 
     def portions(self, max_weights: int = 1 << 21) -> Iterator[Tensor]:
@@ -136,13 +136,12 @@ def select_head(
     return HeadSelection(view, layer, head, rows, cols)
 
 
-def _cell_labels(span: slice, labels: list[Label], count: int) -> list[Label]:
+def _cell_labels(labels: list[Label], count: int) -> list[Label]:
     """Labels of an overview: the number of each cell's first token."""
     if count == len(labels):
         return labels
-    size, larger = divmod(len(labels), count)
-    first = labels[0].span[0] if span == ALL else (span.start or 0)
-    return [Label(f"{first + n * size + min(n, larger):,}") for n in range(count)]
+    size, larger = divmod(len(labels), count)  # the first cells are one larger
+    return [Label(f"{labels[n * size + min(n, larger)].span[0]:,}") for n in range(count)]
 
 
 HEADER = ("kind", "layer", "head", "row", "row_text", "col", "col_text", "weight")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
 from ..layers import Embeddings, LayerNorm, LayerScale, RMSNorm, TanhGate
+from ..layers.quantised_linear import Int8Linear
 from ..models.block import Block, Stack, SublayerNorms
 from ..models.experts import Experts
 from ..models.sites import norms_around
@@ -36,7 +37,7 @@ class Place(NamedTuple):
 
 @dataclass
 class ResidualSplit:
-    """A readout of a token's state, split by writer. Everything is fp64; the parts sum to ``total``."""
+    """A readout of a token's state, split by writer. Everything is fp64; the parts sum to the readout."""
 
     embeddings: dict[str, Tensor]  # "token", "position" and "segment", or one "embedding" for all: (K,)
     heads: dict[str, Tensor]  # by kind of attention: (layers, H, K)
@@ -44,11 +45,6 @@ class ResidualSplit:
     ff: Tensor  # (layers, K): feed-forward networks without their biases
     bias: Tensor  # (K,): biases of norms, projections and feed-forward networks
     readouts: dict[str, Tensor] = field(default_factory=dict)  # by sub-layer: the readout of its output (K, M)
-
-    @property
-    def total(self) -> Tensor:
-        parts = [*self.embeddings.values(), *(x.sum((0, 1)) for x in self.heads.values())]
-        return torch.stack([*parts, self.mixers.sum(0), self.ff.sum(0), self.bias]).sum(0)
 
     def writers(self) -> Iterator[tuple[str, Tensor]]:
         """Each part (K,) with its name: "token", "self.0.3" (kind, layer, head), "ff.1", "bias"."""
@@ -69,6 +65,24 @@ def residual_stack(model: Any, name: str) -> Stack:
     return stack
 
 
+def layer_block(model: Any, stack: str, layer: int) -> Any:
+    """The block of a layer, in a stack given by its name or by a kind of its attention; layers may share a block."""
+    blocks = residual_stack(model, "encoder" if stack == "encoder" else "decoder").blocks
+    return blocks[layer % len(blocks)]
+
+
+def check_float_weights(module: nn.Module) -> None:
+    """Raise if a module is quantised: its weights are integers without their scales."""
+    if any(isinstance(part, Int8Linear) for part in module.modules()):
+        raise ValueError("int8 weights cannot be split into parts; use the model that was quantised")
+
+
+def check_reads_source(model: Any) -> None:
+    """Raise if a decoder reads a resampler's vectors instead of the encoder's states."""
+    if getattr(model, "resampler", None) is not None:
+        raise ValueError("this decoder reads the vectors of a resampler, not the states of source tokens")
+
+
 def split_residual(
     record: ActivationRecord, place: Place, layer: int, readout: Tensor, part: str = "attention"
 ) -> ResidualSplit:
@@ -77,14 +91,14 @@ def split_residual(
 
     "attention" reads the output of the layer below, "cross_attention" that of the attention of its own layer.
     """
-    stack = residual_stack(record.model, place.stack)
-    zeros = torch.zeros(layer, len(readout), dtype=torch.float64, device=record.model.device)
+    n_layers = layer + (part == "cross_attention")  # with the attention of its own layer
+    zeros = torch.zeros(n_layers, len(readout), dtype=torch.float64, device=record.model.device)
     split = ResidualSplit({}, {}, zeros.clone(), zeros.clone(), readout.new_zeros(len(readout)))
     reader = _Reader(record, place, split, readout)
     if part == "cross_attention":
-        reader.descend(layer, stack.blocks[layer % len(stack.blocks)], ["attention"])
+        reader.descend(layer, ["attention"])
     for index in reversed(range(layer)):
-        reader.descend(index, stack.blocks[index % len(stack.blocks)])  # layers may share blocks
+        reader.descend(index)
     reader.read_embeddings()
     for kind, parts in split.heads.items():
         split.heads[kind] = parts.flip(0)  # they were collected from the last layer down
@@ -97,9 +111,9 @@ class _Reader:
     def __init__(self, record: ActivationRecord, place: Place, split: ResidualSplit, readout: Tensor) -> None:
         self.record, self.place, self.split, self.readout = record, place, split, readout
 
-    def descend(self, layer: int, block: Any, parts: Iterable[str] = ("attention", "cross_attention", "ff")) -> None:
+    def descend(self, layer: int, parts: Iterable[str] = ("attention", "cross_attention", "ff")) -> None:
         """Go from the state after a layer, or after some of its sub-layers, to the state before it."""
-        assert isinstance(block, Block)
+        block = layer_block(self.record.model, self.place.stack, layer)
         norms, name = block.residuals(), f"{self.place.stack}.blocks.{layer}"
         if norms.parallel:
             self._read(layer, name, "ff", block, norms.ff, self.readout)
@@ -185,14 +199,20 @@ def text_embeddings(record: ActivationRecord, place: Place) -> tuple[Embeddings,
     tokens = record.inputs.tensors[-1 if is_target else 0][place.prompt][None]
     at = place.position
     table = model.target_table if is_target else model.token
-    vectors = {"token": table(tokens[:, at : at + 1])[0, 0].double()}
+    token = table(tokens[:, at : at + 1])[0, 0]
+    vectors = {"token": token.double()}
     if module.segment is not None:
         vectors["segment"] = module.segment.weight[0].double() * module.segment.scale
     if module.position is not None:
         positions = embedding_positions(model.config, tokens)
         index = torch.tensor([at], device=tokens.device) if positions is None else positions[0, at : at + 1]
-        vectors["position"] = module.position(index, table.weight.dtype)[-1].double()
+        vectors["position"] = module.position(index, token.dtype)[-1].double()
     return module, vectors
+
+
+def output_matrix(model: Any) -> Tensor:
+    """The matrix (V, M) from which a token head computes its logits: its own, or the token table."""
+    return model.output_table if model.head.weight is None else model.head.weight
 
 
 def readout_before_norm(norm: Any, x: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,26 +220,36 @@ def readout_before_norm(norm: Any, x: Tensor, readout: Tensor) -> tuple[Tensor, 
 
     LayerNorm  y = (x − mean x) · weight / σ + bias      RMSNorm  y = x · (weight + offset) / rms
     """
-    nothing = readout.new_zeros(len(readout))
+    bias = getattr(norm, "bias", None)
+    constant = readout.new_zeros(len(readout)) if bias is None else readout @ bias.double()
+    return fold_norm(norm, readout) / norm_scale(norm, x), constant
+
+
+def fold_norm(norm: Any, readout: Tensor) -> Tensor:
+    """A readout (…, M) of a norm's output as one of its input, without the division by the norm's scale."""
+    scaled = readout * norm_gain(norm).to(readout)
+    return scaled - scaled.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else scaled
+
+
+def norm_gain(norm: Any) -> Tensor:
+    """The factors (M,) or (1,) of a norm, a layer scale or a gate, in fp64; 1 where there is none."""
     if norm is None or isinstance(norm, nn.Identity):
-        return readout, nothing
-    if isinstance(norm, LayerNorm):
-        bias = nothing if norm.bias is None else readout @ norm.bias.double()
-        scaled = readout * norm.weight.double() / norm_scale(norm, x)
-        return scaled - scaled.mean(-1, keepdim=True), bias
-    if isinstance(norm, RMSNorm):
-        return readout * (norm.weight.double() + norm.offset) / norm_scale(norm, x), nothing
+        return torch.ones(1, dtype=torch.float64)
     if isinstance(norm, TanhGate):
-        return readout * norm.gate.double().tanh(), nothing
-    if isinstance(norm, LayerScale):
-        return readout * norm.weight.double(), nothing
+        return norm.gate.detach().double().tanh()
+    if isinstance(norm, LayerNorm | LayerScale):
+        return norm.weight.detach().double()
+    if isinstance(norm, RMSNorm):
+        return norm.weight.detach().double() + norm.offset
     raise ValueError(f"{type(norm).__name__} cannot be split; LayerNorm and RMSNorm can")
 
 
-def norm_scale(norm: LayerNorm | RMSNorm, x: Tensor) -> Tensor:
-    """The divisor of a norm for x (…, M): the standard deviation (LayerNorm) or root mean square (RMSNorm)   (…)"""
-    square = x.var(-1, unbiased=False) if isinstance(norm, LayerNorm) else x.square().mean(-1)
-    return (square + norm.eps).sqrt()
+def norm_scale(norm: Any, x: Tensor) -> Tensor:
+    """The divisor of a norm for x (…, M): the standard deviation (LayerNorm), the root mean square (RMSNorm), or 1 for
+    anything else   (…)"""
+    if isinstance(norm, LayerNorm):
+        return (x.var(-1, unbiased=False) + norm.eps).sqrt()
+    return (x.square().mean(-1) + norm.eps).sqrt() if isinstance(norm, RMSNorm) else x.new_ones(x.shape[:-1])
 
 
 def norm_before(model: Any, name: str) -> tuple[LayerNorm | RMSNorm, str]:

@@ -25,10 +25,12 @@ from ..foundation.checks import did_you_mean
 from ..foundation.progress import track
 from ..generation.generate import inference
 from ..models import Model
+from ..models.block import SublayerNorms
 from .activations import ActivationRecord, Metric, PassInputs, capture_inputs
 from .capture import Head, stacks
 from .interventions import patch
-from .patching import check_ends_differ, read_pairs
+from .patching import check_ends_differ, metrics_of_pairs, read_pairs
+from .residual import check_float_weights, check_reads_source
 
 
 class Edge(NamedTuple):
@@ -46,6 +48,7 @@ class GraphSublayer(NamedTuple):
     module: Any
     site: str  # hook site of the state that it reads
     norm: Any  # the norm between that state and the module
+    scale: Any  # the layer scale or gate on the module's output; None: it has none
     readers: slice  # its readers and writers, as indices of the graph
     writers: slice
     sees: slice  # the writers whose outputs are in that state
@@ -62,9 +65,15 @@ class ResidualGraph:
 
     def __init__(self, model: Any) -> None:
         by_name = stacks(model)
-        blocks = {name: [x.blocks[n % len(x.blocks)] for n in range(x.n_layers)] for name, x in by_name.items()}
+        blocks: dict[str, list[Any]] = {
+            name: [x.blocks[n % len(x.blocks)] for n in range(x.n_layers)] for name, x in by_name.items()
+        }
         if not by_name or not all(_is_supported(block) for layers in blocks.values() for block in layers):
             raise ValueError("circuits need a pre-norm model with attention heads and a residual stream in every layer")
+        if len({layers[0].attention.d_model for layers in blocks.values()}) > 1:
+            raise ValueError("circuits need an encoder and a decoder of the same width")
+        check_reads_source(model)
+        check_float_weights(model)
         self.writers: list[str] = []
         self.readers: list[str] = []
         self.feeds: list[set[int]] = []  # for each reader: the writers whose output depends on it
@@ -90,10 +99,10 @@ class ResidualGraph:
     def _add_layer(self, stack: str, layer: int, block: Any, start: int) -> None:
         name, norms, before = f"{stack}.blocks.{layer}", block.residuals(), len(self.writers)
         kind = "encoder" if stack == "encoder" else "self"
-        self._add_attention(kind, layer, block.attention, f"{name}.input", norms.attention.before, start)
+        self._add_attention(kind, layer, block.attention, f"{name}.input", norms.attention, start)
         site = f"{name}.after_attention"
         if block.cross_attention is not None:
-            self._add_attention("cross", layer, block.cross_attention, site, norms.cross.before, start)
+            self._add_attention("cross", layer, block.cross_attention, site, norms.cross, start)
             site = f"{name}.after_cross_attention"
         sees = slice(start, before if block.parallel else len(self.writers))
         kind, n = "encoder_ff" if stack == "encoder" else "ff", len(self.writers)
@@ -101,9 +110,10 @@ class ResidualGraph:
         norm = norms.ff.before if norms.ff.before is not None else norms.attention.before
         site = f"{name}.input" if block.parallel else site
         self.writers.append(f"{kind}.{layer}")
-        self.sublayers.append(GraphSublayer(kind, layer, block.ff, site, norm, readers, slice(n, n + 1), sees))
+        ends = (readers, slice(n, n + 1), sees)
+        self.sublayers.append(GraphSublayer(kind, layer, block.ff, site, norm, norms.ff.output, *ends))
 
-    def _add_attention(self, kind: str, layer: int, module: Any, site: str, norm: Any, start: int) -> None:
+    def _add_attention(self, kind: str, layer: int, module: Any, site: str, norms: SublayerNorms, start: int) -> None:
         sees, n = slice(start, len(self.writers)), module.n_heads
         first = len(self.readers)
         for side, n_heads in (("q", n), ("k", module.n_kv_heads), ("v", module.n_kv_heads)):
@@ -112,8 +122,8 @@ class ResidualGraph:
             names = [f"{kind}.{layer}.{head}.{side}" for head in range(n_heads)]
             self._add_readers(names, groups, self.memory[0] if kind == "cross" and side != "q" else sees)
         self.writers += [f"{kind}.{layer}.{head}" for head in range(n)]
-        readers, writers = slice(first, len(self.readers)), slice(sees.stop, len(self.writers))
-        self.sublayers.append(GraphSublayer(kind, layer, module, site, norm, readers, writers, sees))
+        ends = (slice(first, len(self.readers)), slice(sees.stop, len(self.writers)), sees)
+        self.sublayers.append(GraphSublayer(kind, layer, module, site, norms.before, norms.output, *ends))
 
     def _add_readers(self, names: list[str], feeds: list[set[int]], sees: slice) -> slice:
         start = len(self.readers)
@@ -129,9 +139,6 @@ class ResidualGraph:
         start, stop = (torch.tensor([getattr(sees, end) for sees in self._sees]) for end in ("start", "stop"))
         return (index >= start) & (index < stop)
 
-    def edges(self, kept: Tensor) -> list[Edge]:
-        return [Edge(self.writers[w], self.readers[r]) for w, r in kept.nonzero().tolist()]
-
     @torch.no_grad()
     def writer_outputs(self, record: ActivationRecord) -> Tensor:
         """The output of each writer (writers, T, M), without the bias of w_o, which belongs to no head.
@@ -143,7 +150,8 @@ class ResidualGraph:
             parts[index] = record[site][0]
         for part in self.sublayers:
             if isinstance(part.module, MultiHeadAttention):
-                parts[part.writers] = record.head_results(layer=part.layer, kind=part.kind)[0].unbind(0)
+                results = record.head_results(layer=part.layer, kind=part.kind)[0]
+                parts[part.writers] = _apply(part.scale, results).unbind(0)
             else:
                 parts[part.writers] = [record[f"{part.name}.output"][0]]
         return _stack_padded(parts)
@@ -173,7 +181,8 @@ class ResidualGraph:
 
 
 def _is_supported(block: Any) -> bool:
-    has_heads = isinstance(block.attention, MultiHeadAttention) and block.attention.writes_by_head
+    attention = block.attention
+    has_heads = isinstance(attention, MultiHeadAttention) and attention.writes_by_head and not attention.n_global
     return has_heads and block.ff is not None and block.norm_place == "pre" and block.residual
 
 
@@ -202,8 +211,9 @@ def edge_scores(
     graph = ResidualGraph(model)
     pairs = read_pairs(model, clean, corrupted, (target, target))
     total = torch.zeros(len(graph.writers), len(graph.readers))
+    metrics = metrics_of_pairs(metric, len(pairs))
     for index, (good, bad) in enumerate(track(pairs, "pairs", len(pairs), lambda pair: 1)):
-        pair_metric = metric[index] if isinstance(metric, Sequence) else metric
+        pair_metric = metrics[index]
         a, b = (capture_inputs(model, inputs) for inputs in (good, bad))
         change = graph.writer_outputs(a) - graph.writer_outputs(b)  # (writers, T, M)
         ends = torch.stack([pair_metric(x.logits).mean() for x in (a, b)])
@@ -265,6 +275,7 @@ class CircuitRunner:
                     outputs = self._heads(part, x, memory)
                 else:
                     outputs = part.module(_apply(part.norm, read(part.site, readers, part.sees)))
+                outputs = _apply(part.scale, outputs)
                 for index, row in zip(range(*part.writers.indices(len(self.old))), outputs, strict=True):
                     if index != sender:
                         change[index, : len(row)] = row - self.old[index, : len(row)]
@@ -312,8 +323,9 @@ def path_patching(
     edges = {tuple(path): _path_edges(graph, path) for path in paths}
     effects = dict.fromkeys(edges, 0.0)
     pairs = read_pairs(model, clean, corrupted, (target, target))
+    metrics = metrics_of_pairs(metric, len(pairs))
     for index, (good, bad) in enumerate(track(pairs, "pairs", len(pairs), lambda pair: 1)):
-        pair_metric = metric[index] if isinstance(metric, Sequence) else metric
+        pair_metric = metrics[index]
         # Clean and corrupted change places: everything but the path keeps its clean value.
         runner = CircuitRunner(model, graph, bad, good, pair_metric)
         check_ends_differ(index, *runner.ends)

@@ -20,6 +20,7 @@ from ..data.corpora import CORPORA, examples, open_corpus
 from ..errors import BadData, BadModelFile
 from ..foundation.files import atomic_file
 from ..foundation.progress import track
+from ..generation.prompts import max_text_length
 from ..generation.text_codec import ModelTokenizers
 from ..models import Model
 from .activations import ActivationRecord, capture
@@ -169,6 +170,8 @@ class TunedLens(nn.Module):
         if model.head is None or model.is_encoder_decoder or not stacks(model):
             raise ValueError("a tuned lens is for a model with one stack that predicts tokens")
         (stack,) = stacks(model).values()
+        if stack.n_layers < 2:
+            raise ValueError("a tuned lens needs at least two layers: it translates the states after all but the last")
         return cls(stack.n_layers, model.config.d_model).to(model.device)
 
 
@@ -210,9 +213,11 @@ def train_tuned_lens(
 ) -> TunedLensReport:
     """Train a tuned lens on texts, or rows of token ids; one in ten is held out to measure it.
 
-    Each text is cut to ``max_len`` tokens. The model itself does not change.
+    Each text is cut to ``max_len`` tokens, or to the model's maximum length. The model itself does not change.
     """
-    rows = [row[:max_len] for row in _token_rows(model, texts)]
+    max_len = min(max_len, max_text_length(model.config))
+    encode = ModelTokenizers(model).encode_inputs
+    rows = [(encode([text])[0] if isinstance(text, str) else list(text))[:max_len] for text in texts]
     rows = [row for row in rows if len(row) > 1]
     if len(rows) < 2:
         raise BadData(
@@ -235,12 +240,6 @@ def train_tuned_lens(
         optimiser.step()
         decay.step()
     return TunedLensReport(lens, before, _divergences(model, lens, held_out, batch))
-
-
-def _token_rows(model: Model, texts: Sequence[Any]) -> list[list[int]]:
-    return [
-        list(text) if not isinstance(text, str) else ModelTokenizers(model).encode_inputs([text])[0] for text in texts
-    ]
 
 
 def _layer_losses(model: Any, lens: TunedLens, rows: list[list[int]]) -> Iterator[tuple[int, Tensor]]:

@@ -8,15 +8,24 @@ score is the sum over all pairs of writers plus the position bias. RoPE's rotati
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..attention import Dot, MultiHeadAttention
+from ..attention.mechanisms import Sigmoid
+from ..models.sites import norms_around
 from .capture import attention_site
 from .notebook import table_html
-from .residual import Place, readout_before_norm, residual_stack, split_residual
+from .residual import (
+    Place,
+    check_float_weights,
+    check_reads_source,
+    readout_before_norm,
+    residual_stack,
+    split_residual,
+)
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -61,20 +70,14 @@ def split_score(
     record: ActivationRecord, kind: str, layer: int, head: int, row: int, col: int, prompt: int = 0
 ) -> ScoreSplit:
     """Split the score of query ``row`` and key ``col`` of one head; in cross-attention ``col`` indexes the source."""
-    model: Any = record.model
-    site = attention_site(model, kind, layer, head)
-    module = site.owner
-    if not isinstance(module, MultiHeadAttention) or not isinstance(module.mechanism, Dot):
-        raise ValueError("only a score that is a dot product of query and key can be split")
-    row, col = record.index(prompt, row), record.index(prompt, col, source=kind == "cross")
-    stack = "encoder" if kind == "encoder" else "decoder"
+    module = _dot_attention(record, kind, layer, head)
+    row = record.index(prompt, row, source=kind == "encoder")
+    col = record.index(prompt, col, source=kind != "self")
+    q_names, q_parts = _split_query(record, module, kind, layer, head, row, prompt)
     group = head * module.n_kv_heads // module.n_heads
-    width, n_tokens = module.d_head, max(record.lengths)
-    q_rows, k_rows = slice(head * width, (head + 1) * width), slice(group * width, (group + 1) * width)
-    q_names, q_parts = _split_side(record, module, "q", q_rows, Place(stack, prompt, row), layer, n_tokens)
-    key_layer = None if kind == "cross" else layer
-    key_place = Place("encoder" if kind == "cross" else stack, prompt, col)
-    k_names, k_parts = _split_side(record, module, "k", k_rows, key_place, key_layer, n_tokens)
+    key_place = Place("decoder" if kind == "self" else "encoder", prompt, col)
+    is_global = row < (module.n_global or 0)
+    k_names, k_parts = _split_side(record, module, "k", group, key_place, None if kind == "cross" else layer, is_global)
     call = record.call(layer=layer, kind=kind)
     pair = slice(row, row + 1), slice(col, col + 1)
     bias = 0.0
@@ -83,9 +86,11 @@ def split_score(
         without = replace(call, bias=None).tile(*pair, masked=False)
         bias = float((with_bias - without)[prompt, head])
     q, k = call.q[prompt, head, row].double(), call.k[prompt, group, col].double()
-    scale = module.mechanism.factor(width)
+    scale = module.mechanism.factor(module.d_head)
     pairs = scale * q_parts @ k_parts.T
-    return ScoreSplit(float(q @ k) * scale + bias, pairs, q_names, k_names, bias)
+    constant = module.mechanism.b[head].double() if isinstance(module.mechanism, Sigmoid) else 0.0
+    pairs[-1, -1] += constant  # "bias" is the last writer of both sides
+    return ScoreSplit(float(q @ k * scale + constant) + bias, pairs, q_names, k_names, bias)
 
 
 @torch.no_grad()
@@ -94,31 +99,49 @@ def split_query(
 ) -> tuple[list[str], Tensor]:
     """Names of the writers of one query, and their contributions to the scores of all keys (writers, S), without the
     position bias."""
-    module: Any = attention_site(record.model, kind, layer, head).owner
-    row, width = record.index(prompt, row), module.d_head
-    stack = "encoder" if kind == "encoder" else "decoder"
-    rows = slice(head * width, (head + 1) * width)
-    names, parts = _split_side(record, module, "q", rows, Place(stack, prompt, row), layer, max(record.lengths))
+    module = _dot_attention(record, kind, layer, head)
+    row = record.index(prompt, row, source=kind == "encoder")
+    names, parts = _split_query(record, module, kind, layer, head, row, prompt)
     keys = record.call(layer=layer, kind=kind).k[prompt, head * module.n_kv_heads // module.n_heads].double()
-    return names, parts @ keys.T * module.mechanism.factor(width)
+    return names, parts @ keys.T * module.mechanism.factor(module.d_head)
+
+
+def _dot_attention(record: ActivationRecord, kind: str, layer: int, head: int) -> Any:
+    """The attention of one layer; raises if its scores are not dot products of projected states."""
+    module = attention_site(record.model, kind, layer, head).owner
+    mechanism = module.mechanism if isinstance(module, MultiHeadAttention) else None
+    if not isinstance(mechanism, Dot) or mechanism.kind not in ("dot", "capped", "sigmoid"):
+        raise ValueError("only a score that is a dot product of query and key can be split")
+    check_float_weights(record.model)
+    return module
+
+
+def _split_query(
+    record: ActivationRecord, module: Any, kind: str, layer: int, head: int, row: int, prompt: int
+) -> tuple[list[str], Tensor]:
+    place = Place("encoder" if kind == "encoder" else "decoder", prompt, row)
+    return _split_side(record, module, "q", head, place, layer, row < (module.n_global or 0))
 
 
 def _split_side(
     record: ActivationRecord,
-    module: MultiHeadAttention,
-    side: str,
-    rows: slice,
+    module: Any,
+    side: Literal["q", "k"],
+    head: int,
     place: Place,
     layer: int | None,
-    n_tokens: int,
+    is_global: bool,
 ) -> tuple[list[str], Tensor]:
     """Names of the writers of a query or key, and their contributions (writers, D).
 
-    layer  the layer whose attention reads the state; None: the encoder's last state, which cross-attention reads
+    head       a query head, or a key head
+    layer      the layer whose attention reads the state; None: the encoder's last state, which cross-attention reads
+    is_global  whether the query is a global token, for which ``global_projections`` make query and key
     """
-    own_norm = module.q_norm if side == "q" else module.k_norm
+    own_norm = None if is_global else module.q_norm if side == "q" else module.k_norm
+    rows = slice(head * module.d_head, (head + 1) * module.d_head)
     normed_together = own_norm is not None and module.norms_all_heads  # one scale for all heads
-    readout, constant = _projection(module, side, slice(None) if normed_together else rows)
+    readout, constant = _projection(module, side, slice(None) if normed_together else rows, is_global)
     name, norm = _reading_state(record, module, place, layer)
     state = record.at(name, place.prompt, place.position)
     readout, bias = readout_before_norm(norm, state, readout)
@@ -127,41 +150,40 @@ def _split_side(
         own_rows = torch.eye(len(readout)).to(readout)[rows if normed_together else slice(None)]
         within, bias = readout_before_norm(own_norm, readout @ state + constant, own_rows)
         readout, constant = within @ readout, within @ constant + bias
-    if module.rope is not None:
+    if module.rope is not None and not is_global:
+        n_tokens = max(record.inputs.lengths_in(place.stack))
         rotation = rotation_matrix(module.rope, len(readout), place.position, n_tokens).to(readout)
         readout, constant = rotation @ readout, rotation @ constant
     part = "cross_attention" if name.endswith("after_attention") else "attention"
-    n_layers = getattr(record.model, place.stack).n_layers if layer is None else layer
+    n_layers = residual_stack(record.model, place.stack).n_layers if layer is None else layer
     parts = dict(split_residual(record, place, n_layers, readout, part).writers())
     parts["bias"] = parts["bias"] + constant
     return list(parts), torch.stack(list(parts.values()))
 
 
-def _projection(module: MultiHeadAttention, side: str, rows: slice) -> tuple[Tensor, Tensor]:
-    """Weight (D, M) and bias (D,) of one head's queries or keys."""
-    weight = module.w_q if side == "q" else module.w_k
-    start = 0  # offset of the bias within the fused projection
-    if not module.cross:
-        bias: Tensor | None = module.w_qkv.bias
-        start = module.n_heads * module.d_head if side == "k" else 0
+def _projection(module: Any, side: Literal["q", "k"], rows: slice, is_global: bool) -> tuple[Tensor, Tensor]:
+    """Weight (D, M) and bias (D,) of one head's queries or keys, or of all heads'."""
+    n_queries = module.n_heads * module.d_head
+    if module.cross:
+        linear, start = (module.w_query, 0) if side == "q" else (module.w_kv, 0)
     else:
-        bias = module.w_query.bias if side == "q" else module.w_kv.bias
-    bias = weight.new_zeros(len(weight)) if bias is None else bias[start : start + len(weight)]
-    return weight[rows].double(), bias[rows].double()
+        linear, start = module.w_qkv_global if is_global else module.w_qkv, 0 if side == "q" else n_queries
+    stop = start + (n_queries if side == "q" else module.n_kv_heads * module.d_head)
+    weight = linear.weight[start:stop][rows].double()
+    return weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias[start:stop][rows].double()
 
 
 def _reading_state(
     record: ActivationRecord, module: MultiHeadAttention, place: Place, layer: int | None
 ) -> tuple[str, Any]:
     """The site of the state from which a query or key is computed, and the norm in between."""
-    stack: Any = residual_stack(record.model, place.stack)
+    stack = residual_stack(record.model, place.stack)
     if layer is None:
+        check_reads_source(record.model)
         return f"{place.stack}.blocks.{stack.n_layers - 1}.output", stack.norm
-    block = stack.blocks[layer % len(stack.blocks)]
-    residuals = block.residuals()
-    if module is block.cross_attention:
-        return f"{place.stack}.blocks.{layer}.after_attention", residuals.cross.before
-    return f"{place.stack}.blocks.{layer}.input", residuals.attention.before
+    part = "cross_attention" if module.cross else "attention"
+    norms, before = norms_around(record.model.sites()[f"{place.stack}.blocks.{layer}.{part}.input"])
+    return before, norms.before
 
 
 def rotation_matrix(rope: Any, width: int, position: int, n_tokens: int) -> Tensor:
