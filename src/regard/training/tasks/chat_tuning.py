@@ -20,7 +20,7 @@ from ...generation.text_generation import generate
 from ...models import Model
 from ...text.chat import ANSWERS, PLAIN, ChatTemplate, EncodedChat, Message, read_template
 from ...text.processor import Processor
-from ...text.tokenizer import EOS
+from ...text.tokenizer import EOS, PAD
 from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
@@ -37,10 +37,9 @@ class ChatTask(Task):
 
     def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
         super().__init__(config, source, processor)
-        template = self.processor.chat_template
-        if config.data.chat_template is not None:
-            template = read_template(config.data.chat_template)
-        self.processor = replace(self.processor, chat_template=PLAIN if template is None else template)
+        if self.processor.chat_template is None:  # a run stores its template; the file of a new one may change later
+            name = config.data.chat_template
+            self.processor = replace(self.processor, chat_template=PLAIN if name is None else read_template(name))
 
     @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
@@ -91,7 +90,7 @@ class ChatTask(Task):
         max_len = self.config.data.max_len
         ids = [row.ids[-max_len:] for row in rows]
         answers = [[token if x else IGNORE for token, x in zip(row.ids, row.is_answer, strict=True)] for row in rows]
-        tokens = self._pad(ids, self.tokenizer.pad_id if "pad" in self.tokenizer.special_ids else 0, self._max_width)
+        tokens, _ = self._pad(ids, self.tokenizer.special_ids.get("pad", PAD), self._max_width)
         targets = torch.full_like(tokens, IGNORE)
         for row, answer in enumerate(answers):
             next_tokens = answer[-max_len:][1:]

@@ -260,9 +260,8 @@ class Classify(ClassificationTask):
             yield group, self._collate([rows[i] for i in group], _labels([examples[i] for i in group]))
 
     def _collate(self, rows: list[list[int]], labels: list[Label]) -> Batch:
-        pad_id = self.tokenizer.pad_id
-        tokens = self._pad(rows, pad_id, self._max_width)
-        options = {"padding_mask": tokens != pad_id}
+        tokens, padding_mask = self._pad(rows, self.tokenizer.pad_id, self._max_width)
+        options = {"padding_mask": padding_mask}
         if self._separator is not None and self.config.model.n_segments > 1:
             options["segments"] = pair_segments(tokens, self._separator)
         return Batch((tokens,), self.target.tensor(labels), options, sum(map(len, rows)))

@@ -101,17 +101,22 @@ class Embed(Task):
 
     def _collate(self, sides: list[list[list[int]]]) -> Batch:
         rows = truncate([row for side in sides for row in side], self.config.data.max_len)[0]
-        tokens = self._pad(rows, self.tokenizer.pad_id, self._final_config.max_len)
+        tokens, padding_mask = self._pad(rows, self.tokenizer.pad_id, self._final_config.max_len)
         numbers: dict[tuple[int, ...], int] = {}
         targets = torch.tensor([numbers.setdefault(tuple(row), len(numbers)) for row in rows])
-        options = {"padding_mask": tokens != self.tokenizer.pad_id}
-        return Batch((tokens,), targets, options, sum(map(len, rows)), n_counted=len(sides[0]))
+        n_tokens = sum(map(len, rows))
+        return Batch((tokens,), targets, {"padding_mask": padding_mask}, n_tokens, n_counted=len(sides[0]))
 
     def loss(  # a method, because τ is part of the config
         self, model: Model, batch: Batch, smoothing: float = 0.0, reference: Model | None = None
     ) -> Tensor:
-        """The sum of the loss over the anchors of a batch."""
-        return F.cross_entropy(*self._scores(model, batch), label_smoothing=smoothing, reduction="sum")
+        """The sum of the loss over the anchors of a batch; smoothing spreads over the candidates that are compared."""
+        scores, positives = self._scores(model, batch)
+        if not smoothing:
+            return F.cross_entropy(scores, positives, reduction="sum")
+        log_p, compared = scores.log_softmax(-1), scores > float("-inf")
+        mean = torch.where(compared, log_p, 0.0).sum(1) / compared.sum(1)
+        return -((1 - smoothing) * log_p.gather(1, positives[:, None])[:, 0] + smoothing * mean).sum()
 
     def _scores(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
         """Cosine / τ of anchors and candidates (B, C), -inf for repetitions of a positive; and the positives (B,)."""

@@ -76,10 +76,16 @@ class Tag(ClassificationTask):
 
     def _encode(self, examples: Sequence[Example]) -> tuple[list[Row], int]:
         """Rows of at most max_len tokens, and how many sentences were longer."""
-        encoded = [self.tokenizer.encode_words(cast(Tagged, x).words) for x in examples]
-        cut, n_longer = truncate([ids for ids, _ in encoded], self.config.data.max_len)
-        rows = zip(cut, encoded, strict=True)
-        return [(ids, [p if p < len(ids) - 1 else -1 for p in first]) for ids, (_, first) in rows], n_longer
+        encoded, max_len = (
+            [self.tokenizer.encode_words(cast(Tagged, x).words) for x in examples],
+            self.config.data.max_len,
+        )
+        cut, n_longer = truncate([ids for ids, _ in encoded], max_len)
+        kept = (  # the last token of a row that is cut ends the text
+            first if len(ids) <= max_len else [position if position < max_len - 1 else -1 for position in first]
+            for ids, first in encoded
+        )
+        return list(zip(cut, kept, strict=True)), n_longer
 
     @cached_property
     def _encoded_rows(self) -> list[Row]:
@@ -105,14 +111,13 @@ class Tag(ClassificationTask):
             yield group, self._collate([rows[i] for i in group], [examples[i] for i in group])
 
     def _collate(self, rows: list[Row], examples: Sequence[Example]) -> Batch:
-        pad_id = self.tokenizer.pad_id
-        tokens = self._pad([ids for ids, _ in rows], pad_id, self._max_width)
+        tokens, padding_mask = self._pad([ids for ids, _ in rows], self.tokenizer.pad_id, self._max_width)
         targets = torch.full_like(tokens, IGNORE)
         for row, ((_, first), example) in enumerate(zip(rows, examples, strict=True)):
             for position, tag in zip(first, cast(Tagged, example).tags, strict=True):
                 if position >= 0:
                     targets[row, position] = tag
-        return Batch((tokens,), targets, {"padding_mask": tokens != pad_id}, sum(len(ids) for ids, _ in rows))
+        return Batch((tokens,), targets, {"padding_mask": padding_mask}, sum(len(ids) for ids, _ in rows))
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0

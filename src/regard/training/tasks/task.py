@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from ...config.data_config import TokenizerKind
 from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
 from ...data.example_files import ExampleFile
-from ...data.examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Question, Tagged, Text, Triplet
+from ...data.examples import Chat, Example, ImageExample, Preference, Text, key_of
 from ...data.hashing import stable_key, uniform
 from ...data.images import has_colours, image_batch
 from ...data.packing import IGNORE
@@ -39,7 +40,7 @@ from ...text.processor import Processor
 from ...text.sentencepiece_model import load_tokenizer
 from ...text.tokenizer import PAD, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, cached_tokenizer, first_texts, train_tokenizer
-from ..loss import Batch, batch_loss, token_losses
+from ..loss import Batch, batch_loss, shift_targets, token_losses
 from ..metrics.language_metrics import TextLosses, loss_statistics, perplexity
 from ..metrics.statistics import Statistics
 from ..precision import Precision
@@ -346,19 +347,13 @@ class Task(ABC):
         """A held-out example as an argument of ``command``: a text, or an image file."""
         example = next(iter(self.first(self.source.valid or self.source.train, 1)))
         match example:
-            case (
-                Pair(source=text)
-                | Labelled(text=text)
-                | Tagged(text=text)
-                | Triplet(anchor=text)
-                | Question(question=text)
-            ):
-                return text
             case Text(text=text):
                 return " ".join(text.split()[:4])
             case Chat() | Preference():
                 return example.prompt[-1][1]
-        return str(example.image) if isinstance(example.image, Path) else "IMAGE.png"
+            case ImageExample(image=image):
+                return str(image) if isinstance(image, Path) else "IMAGE.png"
+        return str(key_of(example))
 
     # Helpers for subclasses.
 
@@ -411,9 +406,7 @@ class Task(ABC):
 
     def _plan_by_length(self, lengths: Any, max_len: int | None = None) -> BatchPlan:
         train = self.config.train
-        return BatchPlan(
-            lengths, train.batch_tokens, seed=train.seed, max_len=max_len, shuffle=True, max_examples=train.batch_size
-        )
+        return BatchPlan(lengths, train.batch_tokens, seed=train.seed, max_len=max_len, max_examples=train.batch_size)
 
     def _rows_per_batch(self, tokens_per_row: int) -> int:
         """The number of rows of equal length that batch_tokens and batch_size allow."""
@@ -424,8 +417,9 @@ class Task(ABC):
     def _plan_by_rows(self, n_rows: int, tokens_per_row: int) -> BatchPlan:
         return BatchPlan.by_examples(n_rows, self._rows_per_batch(tokens_per_row), seed=self.config.train.seed)
 
-    def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> torch.Tensor:
-        """Tokens (B, T), with T rounded up to a multiple for fewer distinct shapes, but not beyond ``max_width``.
+    def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> tuple[Tensor, Tensor]:
+        """Tokens and a padding mask (B, T), with T rounded up to a multiple for fewer distinct shapes, but not beyond
+        ``max_width``. The mask goes by lengths, since some models pad with a token that also occurs in texts.
 
         A GPU computes eight columns as fast as one; on a CPU every column costs time.
         """
@@ -433,7 +427,16 @@ class Task(ABC):
         multiple = 2 if device == "cpu" or (device == "auto" and not torch.cuda.is_available()) else 8
         longest = max(map(len, rows))
         width = max(longest, min(-(-longest // multiple) * multiple, max_width))
-        return pad([*rows, [pad_id] * width], pad_id)[:-1]
+        tokens = pad([*rows, [pad_id] * width], pad_id)[:-1]
+        return tokens, torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+
+    def _pad_targets(
+        self, rows: Sequence[Sequence[int]], first: int, pad_id: int, max_width: int
+    ) -> tuple[Tensor, Tensor]:
+        """The decoder input, which begins with the token ``first``, and the targets, each (B, T)."""
+        tokens, _ = self._pad(rows, IGNORE, max_width)
+        decoder_input, targets = shift_targets(F.pad(tokens, (1, 0), value=first), IGNORE)
+        return decoder_input.masked_fill(decoder_input == IGNORE, pad_id), targets
 
     def _hide_tokens(self, rows: list[list[int]], epoch: int, index: Sequence[int]) -> list[list[int]]:
         """Training rows with a share ``data.hide_rate`` of their tokens masked (Gal & Ghahramani 2016), except special
@@ -475,7 +478,9 @@ class ImageTask(Task):
     def _n_patches(self) -> int:
         return (self.config.model.image_size // self.config.model.patch_size) ** 2
 
-    def _pixels(self, examples: Sequence[Example], index: Sequence[int], epoch: int | None = None) -> Tensor:
+    def _pixels(
+        self, examples: Sequence[Example] | Mapping[int, Example], index: Sequence[int], epoch: int | None = None
+    ) -> Tensor:
         """Pixels (B, C, H, W) of the images at ``index``, normalised and, with an ``epoch``, augmented for training."""
         model, data, image = self.config.model, self.config.data, self.processor.image
         assert image is not None
