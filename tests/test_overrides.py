@@ -141,6 +141,7 @@ def test_only_the_sections_asked_for() -> None:
     ("section", "config", "fields", "sentence"),
     [
         ("train", TrainConfig, {"steps": 0}, "train.steps=0 must be at least 1"),
+        ("train", TrainConfig, {"eval_batches": 0}, "train.eval_batches=0 must be at least 1"),
         ("model", ModelConfig, {"d_model": 10, "n_heads": 3}, "model.d_model=10 is not divisible by n_heads=3"),
         ("model", ModelConfig, {"architecture": "encoder"}, "model: head='lm' needs a decoder"),
     ],

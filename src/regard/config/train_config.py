@@ -208,7 +208,10 @@ class TrainConfig(Config):
         return self
 
 
-_POSITIVE = ("steps", "batch_tokens", "batch_size", "accumulate", "keep", "log_every", "beam", "lora", "patience")
+_POSITIVE = (
+    *("steps", "batch_tokens", "batch_size", "accumulate", "eval_batches", "keep", "log_every", "beam", "lora"),
+    "patience",
+)
 _NOT_NEGATIVE = (
     *("warmup", "schedule_start", "average", "eval_every", "eval_examples", "save_every", "samples", "weight_decay"),
     *("eps", "r_drop"),
