@@ -244,7 +244,10 @@ def row_encoder(
 
     def encode(row: dict[str, Any] | None) -> bytes:
         if form == "jsonl":
-            return b"" if row is None else f"{json.dumps(row, ensure_ascii=False)}\n".encode()
+            # Half of a surrogate pair, which UTF-8 cannot encode, becomes an escape, as JSON writes it.
+            return (
+                b"" if row is None else f"{json.dumps(row, ensure_ascii=False)}\n".encode("utf-8", "backslashreplace")
+            )
         if row is None and not header:
             return b""
         cells = names if row is None else ["" if row.get(name) is None else _number(row[name]) for name in names]
@@ -252,7 +255,8 @@ def row_encoder(
             text = io.StringIO()
             csv.writer(text, delimiter=delimiter, lineterminator="\n").writerow(cells)
             return text.getvalue().encode("utf-8", "surrogatepass")
-        return ("\t".join(" ".join(cell.replace("\t", " ").splitlines()) for cell in cells) + "\n").encode()
+        line = "\t".join(" ".join(cell.replace("\t", " ").splitlines()) for cell in cells) + "\n"
+        return line.encode("utf-8", "surrogatepass")
 
     return encode
 

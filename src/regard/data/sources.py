@@ -137,6 +137,7 @@ def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles 
     reading: dict[str, Any] = {name: getattr(config, name) for name in names if name != "valid"}
     tables = [table for part in parts for table in part.tables or (part,)]
     reading["files"] = [(table.form, table.kind, str(table.schema)) for table in tables]
+    reading["n_held_out"] = 0 if valid_files is None else len(valid_files.paths)
     return content_key([path for part in parts for path in part.paths], reading)
 
 
