@@ -649,6 +649,14 @@ def test_same_names_in_different_folders_are_different_images(tmp_path: Path) ->
     assert len(open_source(tmp_path, valid_fraction=0.0, deduplicated="source").train) == 8
 
 
+def test_a_cell_of_a_csv_file_may_be_as_long_as_max_chars(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text(f"text,label\n{'x' * 200_000},a\n" + "".join(f"w{n},b\n" for n in range(20)), encoding="utf-8")
+    with pytest.raises(BadData, match="200,002 characters, more than max_chars=100000"):
+        open_source(path)
+    assert max(len(x.text) for x in open_source(path, max_chars=300_000, valid=str(path)).train) == 200_000  # type: ignore[union-attr]
+
+
 def test_half_of_a_surrogate_pair_goes_out_as_it_came_in(tmp_path: Path) -> None:
     """JSON can escape what UTF-8 cannot encode."""
     path = tmp_path / "in.jsonl"

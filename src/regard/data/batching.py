@@ -170,10 +170,10 @@ def mask_tokens(
     Depends only on (seed, epoch, index). Special tokens are never chosen; of the others, at least one is.
     """
     inputs = np.array(ids, dtype=np.int64)
-    special_ids = np.asarray(sorted(special), dtype=np.int64)
-    ordinary_ids = np.setdiff1d(np.arange(vocab_size), special_ids)
+    special_ids = frozenset(special)
+    ordinary_ids = _ordinary_ids(vocab_size, special_ids)
     key, positions = stable_key("mask", seed, epoch, index), np.arange(len(inputs))
-    draws = np.where(np.isin(inputs, special_ids), 2.0, uniform(key, positions))
+    draws = np.where(np.isin(inputs, list(special_ids)), 2.0, uniform(key, positions))
     chosen = draws < share
     if not chosen.any() and len(inputs) and draws.min() < 1.0:
         chosen[draws.argmin()] = True
@@ -183,6 +183,12 @@ def mask_tokens(
     random_ids = ordinary_ids[integers(stable_key(key, "which"), positions, n)] if n else inputs
     inputs = np.where(chosen & (action < 0.8), mask_id, np.where(chosen & (action >= 0.9), random_ids, inputs))
     return MaskedTokens(inputs, targets)
+
+
+@lru_cache(maxsize=2)
+def _ordinary_ids(vocab_size: int, special: frozenset[int]) -> NDArray[np.int64]:
+    """All ids but the special ones; cached, because every row needs them and a vocabulary may be large."""
+    return np.setdiff1d(np.arange(vocab_size), np.asarray(sorted(special), dtype=np.int64))
 
 
 def has_partial_batch(plan: BatchPlan) -> bool:
