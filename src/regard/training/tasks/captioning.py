@@ -21,7 +21,8 @@ from ...text.tokenizer_training import Template
 from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import ExampleResult, ImageTask, SkippedExamples
+from .image_task import ImageTask
+from .task import ExampleResult, SkippedExamples
 
 
 class CaptionTask(ImageTask):

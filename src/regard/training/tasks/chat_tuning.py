@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...config import DataConfig, ModelConfig, RunConfig
 from ...data.batching import BatchPlan, group_by_length
@@ -24,7 +25,7 @@ from ...text.tokenizer import EOS, PAD
 from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Task
 
 _MAX_CONTEXT = 1024  # context for models with a longer one whose training context is unknown
 
@@ -57,10 +58,6 @@ class ChatTask(Task):
             fields |= {"bos_id": EOS, "eos_id": EOS}
         return self.config.model.with_(max_len=self._max_width, **fields)
 
-    @property
-    def _max_width(self) -> int:
-        return max(self.config.data.max_len, self.config.model.max_len)
-
     @cached_property
     def _template(self) -> ChatTemplate:
         chat = self.processor.chat
@@ -70,17 +67,15 @@ class ChatTask(Task):
     def _encode(self, examples: Sequence[Example]) -> list[EncodedChat]:
         return [self._template.encode(messages_of(x)) for x in examples]
 
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
-        """Count the chats longer than ``data.max_len``; they are dropped or, with ``too_long=truncate``, cut."""
-        data = self.config.data
-        n_longer = sum(length > data.max_len for length in lengths)
-        if data.too_long == "truncate":
-            self.skipped = SkippedExamples(n_cut=n_longer, max_len=data.max_len)
-            return
-        if n_longer == len(lengths):
-            fault = f"every chat has more than data.max_len={data.max_len} tokens, the shortest {min(lengths):,}"
+    def _plan_chats(self, lengths: NDArray[np.int64]) -> BatchPlan:
+        """Batches of chats with these lengths, (n,) or (n, 2). Chats longer than ``data.max_len`` are dropped or, with
+        ``too_long=truncate``, cut."""
+        data, cut = self.config.data, self.config.data.too_long == "truncate"
+        shortest = int(lengths.reshape(len(lengths), -1).max(1).min())
+        if shortest > data.max_len and not cut:
+            fault = f"every chat has more than data.max_len={data.max_len} tokens, the shortest {shortest:,}"
             raise ValueError(f"{fault}; data.too_long=truncate cuts their beginnings")
-        self.skipped = SkippedExamples(n_dropped=n_longer, max_len=data.max_len)
+        return self._plan_by_length(self._limit_lengths(lengths, cut), data.max_len)
 
     def _collate(self, rows: Sequence[EncodedChat]) -> Batch:
         """Tokens (B, T), with the next token as the target if it is part of an answer; long chats keep their end.
@@ -131,10 +126,7 @@ class SupervisedFineTuning(ChatTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        lengths, max_len = [len(row.ids) for row in self._encoded_rows], self.config.data.max_len
-        self._check_lengths(lengths)
-        truncates = self.config.data.too_long == "truncate"
-        return self._plan_by_length(np.minimum(lengths, max_len) if truncates else lengths, max_len)
+        return self._plan_chats(np.array([len(row.ids) for row in self._encoded_rows]))
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate([self._encoded_rows[i] for i in index])

@@ -25,7 +25,7 @@ from ..loss import Batch
 from ..metrics.statistics import Statistics, mean_statistics
 from ..precision import Precision
 from .chat_tuning import ChatTask
-from .task import ExampleResult, Scores
+from .task import ExampleResult, Scores, Task
 
 
 class DirectPreferenceOptimisation(ChatTask):
@@ -64,11 +64,7 @@ class DirectPreferenceOptimisation(ChatTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        max_len = self.config.data.max_len
-        lengths = np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows])
-        self._check_lengths(lengths.max(1).tolist())
-        truncates = self.config.data.too_long == "truncate"
-        return self._plan_by_length(np.minimum(lengths, max_len) if truncates else lengths, max_len)
+        return self._plan_chats(np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows]))
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate_pairs([self._encoded_rows[i] for i in index])
@@ -128,16 +124,13 @@ class DirectPreferenceOptimisation(ChatTask):
 
     # Evaluation.
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """How often the chosen answer has the higher reward, and by how much. ``beam`` does not apply.
+    answers = Task._answers_of_score
+
+    def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
+        """How often the chosen answer has the higher reward, and by how much.
 
         The output of a row is the answer with the higher reward; its score is σ(difference of rewards).
         """
-        return self._answers_of_score(model, examples)
-
-    def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         reference = self.reference_model(model)
         rewards, n_tokens, start = np.zeros((len(examples), 2)), 0, time.perf_counter()
         for index, batch in self.valid_groups(examples):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ...config import ModelConfig, RunConfig
+from ...config import RunConfig
 from ...data.batching import BatchPlan, group_by_length, truncate
 from ...data.examples import Example, Label, Tagged
 from ...data.packing import IGNORE
@@ -62,15 +62,6 @@ class Tag(ClassificationTask):
         texts = [cast(Tagged, x).text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
         return Processor(source=self._new_tokenizer(texts), labels=self.source.labels)
 
-    @property
-    def model_config(self) -> ModelConfig:
-        sizes = {"n_classes": len(self.labels), "max_len": self._max_width}
-        return self.config.model.with_(**sizes, **self._token_fields(self.tokenizer))
-
-    @property
-    def _max_width(self) -> int:
-        return max(self.config.data.max_len, self.config.model.max_len)
-
     def _training_labels(self) -> list[Label]:
         return [tag for x in self.source.train for tag in cast(Tagged, x).tags]
 
@@ -119,15 +110,12 @@ class Tag(ClassificationTask):
                     targets[row, position] = tag
         return Batch((tokens,), targets, {"padding_mask": padding_mask}, sum(len(ids) for ids, _ in rows))
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """The score of a row is the share of words with the correct tag. ``beam`` does not apply."""
-        return self._answers_of_score(model, examples)
+    answers = Task._answers_of_score
 
     @torch.no_grad()
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
-        """The loss and the tags of every sentence. Words beyond ``data.max_len`` are tagged O."""
+        """The loss and the tags of every sentence; the score of a row is the share of words with the correct tag.
+        Words beyond ``data.max_len`` are tagged O."""
         outside = self.labels.index("O") if "O" in self.labels else 0
         tagged, (rows, self.n_held_out_cut) = cast(Sequence[Tagged], examples), self._encode(examples)
         sums, counts = np.zeros(len(tagged)), np.zeros(len(tagged), dtype=np.int64)

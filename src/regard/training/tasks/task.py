@@ -24,7 +24,6 @@ from ...data.batching import BatchPlan, pad
 from ...data.example_files import ExampleFile
 from ...data.examples import Chat, Example, ImageExample, Preference, Text, key_of
 from ...data.hashing import stable_key, uniform
-from ...data.images import has_colours, image_batch
 from ...data.packing import IGNORE
 from ...data.source_cache import LARGE
 from ...data.sources import Source
@@ -35,7 +34,6 @@ from ...foundation.files import cache_folder
 from ...foundation.progress import track
 from ...generation.generate import inference
 from ...models import Model
-from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
 from ...text.sentencepiece_model import load_tokenizer
 from ...text.tokenizer import PAD, Tokenizer
@@ -255,7 +253,7 @@ class Task(ABC):
         return {}, []
 
     def _answers_of_score(
-        self, model: Model, examples: Sequence[Example]
+        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
         """``answers`` of a task that generates no text: the metrics of ``score`` in fp32 without the loss."""
         if not examples:
@@ -404,6 +402,19 @@ class Task(ABC):
         """The training examples in order, with a progress bar."""
         return track(self.source.train, f"tokenising {name}", len(self.source.train), lambda example: 1)
 
+    @property
+    def _max_width(self) -> int:
+        """The largest number of tokens in a row of a batch."""
+        return max(self.config.data.max_len, self.config.model.max_len)
+
+    def _limit_lengths(self, lengths: NDArray[np.int64], cut: bool) -> NDArray[np.int64]:
+        """The lengths of training examples (n,) or (n, sides), at most ``data.max_len`` if longer ones are ``cut``;
+        ``skipped`` counts those that are cut or, if not, dropped by a plan with this limit."""
+        max_len = self.config.data.max_len
+        n_longer = int((lengths.reshape(len(lengths), -1).max(1) > max_len).sum())
+        self.skipped = SkippedExamples(n_longer * (not cut), n_longer * cut, max_len)
+        return np.minimum(lengths, max_len) if cut else lengths
+
     def _plan_by_length(self, lengths: Any, max_len: int | None = None) -> BatchPlan:
         train = self.config.train
         return BatchPlan(lengths, train.batch_tokens, seed=train.seed, max_len=max_len, max_examples=train.batch_size)
@@ -451,49 +462,3 @@ class Task(ABC):
             pairs = zip(row, hidden, strict=True)
             out.append([mask_id if is_hidden and token not in special else token for token, is_hidden in pairs])
         return out
-
-
-class ImageTask(Task):
-    """A task whose models read images; each patch is a token."""
-
-    processor_parts: ClassVar[tuple[str, ...]] = ("image",)
-
-    @classmethod
-    def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
-        """The config with three channels if data.channels=auto and one of the first 200 images has colours."""
-        config = super().complete_config(config, source)
-        if config.data.channels != "auto":
-            return config
-        model, data = config.model, config.data.with_(channels="model")
-        images = (cast(ImageExample, source.train[index]).image for index in range(min(len(source.train), 200)))
-        if model.n_channels < 3 and config.train.init is None and any(map(has_colours, images)):
-            model = model.with_(n_channels=3)
-        return config.with_(model=model, data=data)
-
-    def _new_image_processor(self) -> ImageProcessor:
-        model, half = self.config.model, (0.5,) * self.config.model.n_channels
-        return ImageProcessor((model.image_size, model.image_size), half, half)
-
-    @property
-    def _n_patches(self) -> int:
-        return (self.config.model.image_size // self.config.model.patch_size) ** 2
-
-    def _pixels(
-        self, examples: Sequence[Example] | Mapping[int, Example], index: Sequence[int], epoch: int | None = None
-    ) -> Tensor:
-        """Pixels (B, C, H, W) of the images at ``index``, normalised and, with an ``epoch``, augmented for training."""
-        model, data, image = self.config.model, self.config.data, self.processor.image
-        assert image is not None
-        shift, flip = (0, False) if epoch is None else (data.shift, data.flip)
-        return image_batch(
-            cast(Sequence[ImageExample], examples),
-            index,
-            size=model.image_size,
-            channels=model.n_channels,
-            mean=image.mean,
-            std=image.std,
-            shift=shift,
-            flip=flip,
-            seed=self.config.train.seed,
-            epoch=epoch or 0,
-        )

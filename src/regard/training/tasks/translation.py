@@ -139,8 +139,7 @@ class Translate(Task):
     @property
     def _max_lengths(self) -> tuple[int, int]:
         """The numbers of tokens that the encoder and the decoder have positions for."""
-        max_len = max(self.config.data.max_len, self.config.model.max_len)
-        return max_len, self.config.model.max_target_len or max_len
+        return self._max_width, self.config.model.max_target_len or self._max_width
 
     def _collate(self, sources: list[list[int]], targets: list[list[int]]) -> Batch:
         data = self.config.data
