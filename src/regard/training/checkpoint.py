@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -150,12 +150,12 @@ class Checkpoints:
         self._damaged.discard(step)
         return target
 
-    def prune(self, best: int | None = None, protect: Collection[int] = ()) -> None:
-        """Remove all but the last ``keep``, the best and the protected. Damaged ones neither count nor go."""
+    def prune(self, best: int | None = None) -> None:
+        """Remove all but the last ``keep`` and the best. Damaged ones neither count nor go."""
         if not self._group.is_main:
             return
         intact = [step for step in self.steps() if step not in self._damaged]
-        for step in set(intact[: -self.keep]) - {best, *protect}:
+        for step in set(intact[: -self.keep]) - {best}:
             self.remove(step)
 
     def remove(self, step: int) -> None:

@@ -438,8 +438,7 @@ class Task(ABC):
         multiple = 2 if device == "cpu" or (device == "auto" and not torch.cuda.is_available()) else 8
         longest = max(map(len, rows))
         width = max(longest, min(-(-longest // multiple) * multiple, max_width))
-        tokens = pad([*rows, [pad_id] * width], pad_id)[:-1]
-        return tokens, torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+        return pad(rows, pad_id, width), torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
 
     def _pad_targets(
         self, rows: Sequence[Sequence[int]], first: int, pad_id: int, max_width: int
