@@ -37,9 +37,8 @@ _STEP = re.compile(r"step-(\d{6,})")
 _NAME = re.compile(r"([A-Za-z0-9_-]+)/.+", re.DOTALL)
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Part = tuple[
-    dict[str, tuple[str, shards.TensorRegion]], dict[str, Entry]
-]  # (regions by tensor name, manifest entries)
+# What one process wrote: the file and the region of each tensor, and the manifest entry of each file.
+_Part = tuple[dict[str, tuple[str, shards.TensorRegion]], dict[str, Entry]]
 
 
 class Checkpoint(shards.TensorReader):

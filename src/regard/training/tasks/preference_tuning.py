@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -140,12 +141,11 @@ class DirectPreferenceOptimisation(ChatTask):
             n_tokens += batch.n_tokens
         seconds, margin = time.perf_counter() - start, rewards[:, 0] - rewards[:, 1]
         losses = np.logaddexp(0.0, -margin)
-        rows = []
-        for example, difference, loss in zip(cast(Sequence[Preference], examples), margin, losses, strict=True):
-            preferred = example.chosen if difference > 0 else example.rejected
-            rows.append(
-                ExampleResult(str(key_of(example)), example.chosen, preferred, float(np.exp(-loss)), float(loss))
-            )
+        each = zip(cast(Sequence[Preference], examples), margin.tolist(), losses.tolist(), strict=True)
+        rows = [
+            ExampleResult(str(key_of(x)), x.chosen, x.chosen if difference > 0 else x.rejected, math.exp(-loss), loss)
+            for x, difference, loss in each
+        ]
         metrics = {
             "loss": self.check_finite(float(losses.mean())),
             "accuracy": float((margin > 0).mean()),
@@ -156,8 +156,7 @@ class DirectPreferenceOptimisation(ChatTask):
         return Scores(len(rows), metrics, rows, n_tokens, seconds, losses=(losses, np.ones(len(rows), dtype=np.int64)))
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        hits = [output == chosen for output, chosen in zip(outputs, references, strict=True)]
-        return [mean_statistics("accuracy", np.array(hits, dtype=np.float64))]
+        return [mean_statistics("accuracy", [a == b for a, b in zip(outputs, references, strict=True)])]
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
         """The model's answers to the first held-out prompts, next to the chosen answers."""
