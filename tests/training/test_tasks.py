@@ -565,6 +565,15 @@ def test_the_last_word_has_a_tag_without_special_tokens_too(tmp_path: Path) -> N
     assert batch.targets[0].tolist() == [*[1] * 7, IGNORE], "of a sentence that is cut, the last token is its end"
 
 
+def test_sentences_with_tags_that_are_too_long_are_cut_or_dropped(tmp_path: Path) -> None:
+    lines = ["a X", "b O", "", *["a X"] * 9, ""]
+    for how, dropped, cut in (("auto", 0, 10), ("drop", 10, 0)):
+        task = open_foreign("tag", tmp_path, lines, f"data.too_long={how}", "data.hide_rate=0", labels=("O", "X"))
+        sizes = {int(batch.n_tokens / len(batch.inputs[0])) for batch in map(task.batch, range(task.batches_per_epoch))}
+        assert (task.skipped.n_dropped, task.skipped.n_cut) == (dropped, cut)
+        assert (max(sizes) == 2) == (how == "drop")
+
+
 def test_a_source_that_is_cut_keeps_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = open_foreign("translate", tmp_path, ["a\tb", "b\tc", "c a\td"], "data.kind=pairs", "model.max_len=8")
     read: list[list[int]] = []
