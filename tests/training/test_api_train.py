@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,18 @@ def test_labels_in_memory_may_be_numbers_tensors_or_named_by_the_config() -> Non
     assert examples_of("classify", named, labels=("good", "bad"))[0] == [Labelled("a", 0), Labelled("b", 1)]
     with pytest.raises(BadData, match="the label 'bad' is not one of good, fine"):
         examples_of("classify", named, labels=("good", "fine"))
+
+
+def test_images_in_memory(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 6, 3), dtype=np.uint8)
+    for image in (pixels, torch.from_numpy(pixels)):
+        ((found,), _) = examples_of("classify-images", [(image, "red")])
+        assert isinstance(found.image, np.ndarray)
+        assert found.image.shape == (4, 6, 3)
+    ((found,), _) = examples_of("caption", [("a.png", "a square")])
+    assert found.image == Path("a.png")
+    with pytest.raises(BadData, match=r"an image is torch.float32 of shape \(3, 4, 6\); uint8 pixels"):
+        examples_of("classify-images", [(torch.zeros(3, 4, 6), "red")])
 
 
 def test_passages_in_memory() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from ..config import DataConfig, ModelConfig, RunConfig
@@ -173,12 +174,12 @@ def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple
         "text": lambda x: Text(x),
         "pairs": lambda x: (Pair if len(x) == 2 else Triplet)(*x),
         "labelled": lambda x: Labelled(x[0], label(_label_of(x)), *x[1:-1]),
-        "images": lambda x: ImageExample(x[0], label=label(_label_of(x))),
+        "images": lambda x: ImageExample(_image_of(x[0]), label=label(_label_of(x))),
         "tagged": lambda x: Tagged(tuple(x[0]), tuple(map(number, _label_of(x)))),
         "chats": lambda x: chat_of(x if isinstance(x, tuple) else (x,)),
         "preferences": preference_of,
         "questions": lambda x: Question(x[0], x[1], _texts_of(x[2])),
-        "captions": lambda x: ImageExample(x[0], _texts_of(x[1])),
+        "captions": lambda x: ImageExample(_image_of(x[0]), _texts_of(x[1])),
     }
     try:
         examples: list[Example] = [x if isinstance(x, Example) else makers[kind](x) for x in rows]
@@ -204,6 +205,16 @@ def _label_of(example: Any) -> Any:
         case Tagged(tags=label) | Labelled(label=label) | ImageExample(label=label):
             return label
     return example[-1].tolist() if hasattr(example[-1], "tolist") else example[-1]
+
+
+def _image_of(image: Any) -> Any:
+    """An image as an ImageExample holds it: a string is the path of a file, a tensor holds uint8 pixels."""
+    if not isinstance(image, torch.Tensor):
+        return Path(image) if isinstance(image, str) else image
+    if image.dtype != torch.uint8 or image.dim() not in (2, 3):
+        found = f"{image.dtype} of shape {tuple(image.shape)}"
+        raise ValueError(f"an image is {found}; uint8 pixels (height, width, channels) are needed")
+    return image.numpy()
 
 
 def _texts_of(texts: str | Iterable[str]) -> tuple[str, ...]:
