@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import regard
-from regard.data.examples import Labelled, Question
+from regard.data.examples import Labelled, Question, Triplet
 from regard.errors import BadData, UsageError
 from regard.recipes import run_config
 from regard.training import StepRecord
@@ -123,6 +123,12 @@ def test_images_in_memory(tmp_path: Path) -> None:
     assert found.image == Path("a.png")
     with pytest.raises(BadData, match=r"an image is torch.float32 of shape \(3, 4, 6\); uint8 pixels"):
         examples_of("classify-images", [(torch.zeros(3, 4, 6), "red")])
+
+
+def test_three_texts_are_a_triplet_for_the_task_that_learns_from_them() -> None:
+    assert examples_of("embed", [("a", "b", "c")])[0] == [Triplet("a", "b", "c")]
+    with pytest.raises(BadData, match="does not fit the kind pairs"):
+        examples_of("translate", [("a", "b", "c")])
 
 
 def test_passages_in_memory() -> None:

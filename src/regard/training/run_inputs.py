@@ -172,7 +172,7 @@ def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple
 
     makers: dict[str, Any] = {
         "text": lambda x: Text(x),
-        "pairs": lambda x: (Pair if len(x) == 2 else Triplet)(*x),
+        "pairs": lambda x: (Triplet if len(x) == 3 and "triplets" in task_class.kinds else Pair)(*x),
         "labelled": lambda x: Labelled(x[0], label(_label_of(x)), *x[1:-1]),
         "images": lambda x: ImageExample(_image_of(x[0]), label=label(_label_of(x))),
         "tagged": lambda x: Tagged(tuple(x[0]), tuple(map(number, _label_of(x)))),
