@@ -67,7 +67,7 @@ class ChatTask(Task):
     def _encode(self, examples: Sequence[Example]) -> list[EncodedChat]:
         return [self._template.encode(messages_of(x)) for x in examples]
 
-    def _plan_chats(self, lengths: NDArray[np.int64]) -> BatchPlan:
+    def _plan_to_max_len(self, lengths: NDArray[np.int64]) -> BatchPlan:
         """Batches of chats with these lengths, (n,) or (n, 2). Chats longer than ``data.max_len`` are dropped or, with
         ``too_long=truncate``, cut."""
         data, cut = self.config.data, self.config.data.too_long == "truncate"
@@ -126,7 +126,7 @@ class SupervisedFineTuning(ChatTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        return self._plan_chats(np.array([len(row.ids) for row in self._encoded_rows]))
+        return self._plan_to_max_len(np.array([len(row.ids) for row in self._encoded_rows]))
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate([self._encoded_rows[i] for i in index])

@@ -65,7 +65,7 @@ class DirectPreferenceOptimisation(ChatTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        return self._plan_chats(np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows]))
+        return self._plan_to_max_len(np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows]))
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate_pairs([self._encoded_rows[i] for i in index])
