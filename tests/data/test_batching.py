@@ -54,19 +54,6 @@ def test_every_example_once_and_no_batch_too_large(sizes: list[Any], tokens: int
         assert (sides[batch].max(axis=0) * len(batch)).max() <= tokens
 
 
-@given(sizes=pair_lengths, world=st.integers(1, 4), epoch=st.integers(0, 2))
-def test_ranks_share_an_epoch_evenly(sizes: list[Any], world: int, epoch: int) -> None:
-    plan = BatchPlan(sizes, 40)
-    if plan.count() < world:
-        with pytest.raises(ValueError, match=f"too few for world={world}"):
-            plan.count(world)
-        return
-    alone = [plan.batch(epoch, n).tolist() for n in range(plan.count())]
-    shared = [plan.batch(epoch, n, r, world).tolist() for n in range(plan.count(world)) for r in range(world)]
-    assert shared == alone[: len(shared)]
-    assert len(alone) - len(shared) < world
-
-
 def test_a_batch_depends_on_seed_epoch_and_position_alone() -> None:
     sizes = np.random.default_rng(0).integers(1, 20, (500, 2))
     forward, backward = BatchPlan(sizes, 100), BatchPlan(sizes, 100)
@@ -93,34 +80,32 @@ def test_buckets_waste_little_and_images_are_shuffled() -> None:
     rng = np.random.default_rng(0)
     source = rng.integers(5, 40, 20_000)
     sizes = np.stack([source, np.clip(source + rng.integers(-3, 4, 20_000), 1, None)], axis=1)
-    assert BatchPlan(sizes, 4096).padding() < 0.08
+    plan = BatchPlan(sizes, 4096)
+    batches = [sizes[plan.batch(0, n)] for n in range(plan.count())]
+    assert sizes.sum() > 0.92 * sum(int(batch.max(0).sum()) * len(batch) for batch in batches)
     plan = BatchPlan.by_examples(1000, 64)
     assert plan.count() == 16
     first = np.concatenate([plan.batch(0, n) for n in range(16)])
     assert sorted(first) == list(range(1000))
     assert abs(np.corrcoef(first, np.arange(1000))[0, 1]) < 0.1
-    ordered = BatchPlan.by_examples(10, 4, shuffle=False)
-    assert [ordered.batch(9, n).tolist() for n in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_long_examples_are_refused_or_left_out_and_named() -> None:
     with pytest.raises(ValueError, match="an example has 50 tokens, but batch_tokens=40"):
         BatchPlan([3, 50, 4], 40)
     plan = BatchPlan([3, 50, 4], 40, max_len=10)
-    assert plan.dropped.tolist() == [1]
     assert sorted(plan.batch(0, 0)) == [0, 2]
     with pytest.raises(ValueError, match="every example is longer than max_len=2"):
         BatchPlan([3, 50, 4], 40, max_len=2)
     with pytest.raises(IndexError, match="position=1 is not one of the 1 batches"):
         plan.batch(0, 1)
-    with pytest.raises(ValueError, match="rank=2 must lie between 0 and 1"):
-        plan.batch(0, 0, 2, 2)
     assert BatchPlan([1] * 10, 100, max_examples=4).count() == 3
 
 
 def test_pad() -> None:
     assert pad([[1, 2, 3], [], [4]], 9).tolist() == [[1, 2, 3], [9, 9, 9], [4, 9, 9]]
-    assert pad([[1, 2, 3]], multiple=8).shape == (1, 8)
+    assert pad([[1, 2, 3]], min_width=8).tolist() == [[1, 2, 3, 0, 0, 0, 0, 0]]
+    assert pad([[1, 2, 3]], min_width=2).shape == (1, 3)
     assert pad([]).shape == (0, 0)
 
 

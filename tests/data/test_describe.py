@@ -71,6 +71,17 @@ def test_a_question_counts_its_longest_passage(tmp_path: Path) -> None:
     assert (found.losses.n_longer, found.losses.tokens_lost) == (2, 3 + 2)
 
 
+def test_a_chat_that_is_too_long_is_left_out_as_in_training(tmp_path: Path) -> None:
+    rows = [{"prompt": "what", "completion": answer} for answer in ("a", "a long answer")]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(tmp_path / "chats.jsonl", valid_fraction=0)
+    found = describe(source, train_tokenizer(["a"], "bytes"), max_len=5)
+    assert found.examples == [["what", "a"], ["what", "a long answer"]]
+    assert "1 examples longer than max_len=5 are left out" in found.to_text()
+    cut = describe(source, train_tokenizer(["a"], "bytes"), max_len=5, too_long="truncate")
+    assert "are cut short, losing 8 tokens" in cut.to_text()
+
+
 def test_a_source_held_out_by_hash_never_leaks(tmp_path: Path) -> None:
     (tmp_path / "p.tsv").write_text("".join(f"question {n % 60}\tanswer {n % 90}\n" for n in range(900)))
     found = describe(open_source(tmp_path / "p.tsv", valid_fraction=0.3))

@@ -21,6 +21,7 @@ from regard.config import DataConfig
 from regard.data.describe import describe
 from regard.data.examples import ImageExample, Labelled, Pair, ReadReport, Text, key_of
 from regard.data.images import image_batch, pixels_of, read_idx
+from regard.data.record_files import open_records, row_encoder
 from regard.data.sources import Source, open_source
 from regard.data.splits import sha256_of
 from regard.data.table_files import _BINARY, read_lines
@@ -508,6 +509,17 @@ def test_hugging_face_datasets(
     assert source.labels == labels
 
 
+def test_hugging_face_pairs_of_texts_have_the_names_of_their_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"premise": f"p{n}", "hypothesis": "h", "label": n % 2} for n in range(8)]
+    load = types.SimpleNamespace(load_dataset=lambda *_: {"train": Table(rows), "validation": Table(rows[:2])})
+    monkeypatch.setitem(sys.modules, "datasets", load)
+    source = open_source("hf:someone/something")
+    assert source.labels == ("bad", "good")
+    assert list(source.valid) == [Labelled("p0", 0, "h"), Labelled("p1", 1, "h")]
+    with pytest.raises(ValueError, match="columns has 'verdict', but hf:x has the columns premise, hypothesis, label"):
+        open_source("hf:x", columns=("premise", "verdict"), kind="labelled")
+
+
 def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(RegardError, match="needs datasets, which is not installed"):
@@ -635,3 +647,21 @@ def test_same_names_in_different_folders_are_different_images(tmp_path: Path) ->
     described = describe(open_source(tmp_path, valid_fraction=0.0))
     assert (described.duplicates, described.repeated_sources) == (0, 1)
     assert len(open_source(tmp_path, valid_fraction=0.0, deduplicated="source").train) == 8
+
+
+def test_a_cell_of_a_csv_file_may_be_as_long_as_max_chars(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text(f"text,label\n{'x' * 200_000},a\n" + "".join(f"w{n},b\n" for n in range(20)), encoding="utf-8")
+    with pytest.raises(BadData, match="200,002 characters, more than max_chars=100000"):
+        open_source(path)
+    assert max(len(x.text) for x in open_source(path, max_chars=300_000, valid=str(path)).train) == 200_000  # type: ignore[union-attr]
+
+
+def test_half_of_a_surrogate_pair_goes_out_as_it_came_in(tmp_path: Path) -> None:
+    """JSON can escape what UTF-8 cannot encode."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "\\ud800 가"}\n', encoding="utf-8")
+    records = open_records(path)
+    (record,) = records.read()
+    assert row_encoder("jsonl", records, {})(record.fields) == path.read_bytes()
+    assert row_encoder("tsv", records, {})(record.fields) == "\ud800 가\n".encode("utf-8", "surrogatepass")

@@ -186,6 +186,18 @@ def test_a_large_file_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytes
     assert len(open_source(moved, **options).train), "a damaged one is read again"
 
 
+def test_a_cached_pair_of_tables_is_not_a_table_and_its_held_out_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_cache, "LARGE", 1)
+    for name in "ab":
+        (tmp_path / f"{name}.tsv").write_text("".join(f"{name}{n}\t{n}\n" for n in range(50)))
+    a, b = tmp_path / "a.tsv", tmp_path / "b.tsv"
+    assert len(open_source([a, b], kind="pairs").valid) < 10
+    held_out = open_source(a, valid=b, kind="pairs")
+    assert (len(held_out.train), len(held_out.valid)) == (50, 50)
+
+
 def test_at_most_five_thousand_are_held_out_unless_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "pairs.tsv"
     path.write_text("".join(f"{n}\t{n}\n" for n in range(120_000)))

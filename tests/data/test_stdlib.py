@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from regard.data.corpora import open_corpus
-from regard.data.corpora.stdlib_text import LICENCE, ModuleText, Stdlib, split_of
+from regard.data.corpora.stdlib_text import ModuleText, Stdlib, split_of
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +86,6 @@ def test_the_real_library(corpus: Stdlib) -> None:
     }
     assert length["train"] > 3_000_000
     assert min(length["valid"], length["packages"]) > 50_000
-    assert corpus.python.split()[1].count(".") >= 2
-    assert "Python Software Foundation" in LICENCE
 
 
 def test_the_order_is_the_names(corpus: Stdlib) -> None:

@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import regard
-from regard.errors import UsageError
+from regard.data.examples import Labelled, Question, Triplet
+from regard.errors import BadData, UsageError
 from regard.recipes import run_config
 from regard.training import StepRecord
 from regard.training.loss import Batch, batch_loss
+from regard.training.run_inputs import open_run_source, resolve_run
 from regard.training.tasks.translation import Translate
 
 SMALL = {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "max_len": 32}
@@ -90,6 +94,55 @@ def test_labels_in_memory(tmp_path: Path) -> None:
     rows = [(f"good {i}", "yes") if i % 2 else (f"bad {i}", "no") for i in range(40)]
     done = regard.train("classify", data=rows, model=SMALL, train=fields(tmp_path / "run"), style="quiet")
     assert regard.load(done.path).processor.labels == ("no", "yes")  # type: ignore[union-attr]  # a run brings one
+
+
+def examples_of(task: str, rows: list[Any], **fields: Any) -> tuple[list[Any], tuple[str, ...] | None]:
+    config = run_config(task, data={"source": "memory", **fields})
+    inputs = resolve_run(config, data=rows)
+    return inputs.examples or [], inputs.labels
+
+
+def test_labels_in_memory_may_be_numbers_tensors_or_named_by_the_config() -> None:
+    numbered = [Labelled("a", 0), Labelled("b", 2)]  # none of class 1
+    assert examples_of("classify", numbered) == (numbered, ("0", "1", "2"))
+    rows = [("a", torch.tensor(4)), ("b", torch.tensor(7)), ("c", torch.tensor(4))]
+    assert examples_of("classify", rows) == ([Labelled("a", 0), Labelled("b", 1), Labelled("c", 0)], ("4", "7"))
+    named = [("a", "good"), ("b", "bad")]
+    assert examples_of("classify", named, labels=("good", "bad"))[0] == [Labelled("a", 0), Labelled("b", 1)]
+    with pytest.raises(BadData, match="the label 'bad' is not one of good, fine"):
+        examples_of("classify", named, labels=("good", "fine"))
+
+
+def test_images_in_memory(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 6, 3), dtype=np.uint8)
+    for image in (pixels, torch.from_numpy(pixels)):
+        ((found,), _) = examples_of("classify-images", [(image, "red")])
+        assert isinstance(found.image, np.ndarray)
+        assert found.image.shape == (4, 6, 3)
+    ((found,), _) = examples_of("caption", [("a.png", "a square")])
+    assert found.image == Path("a.png")
+    with pytest.raises(BadData, match=r"an image is torch.float32 of shape \(3, 4, 6\); uint8 pixels"):
+        examples_of("classify-images", [(torch.zeros(3, 4, 6), "red")])
+
+
+def test_three_texts_are_a_triplet_for_the_task_that_learns_from_them() -> None:
+    assert examples_of("embed", [("a", "b", "c")])[0] == [Triplet("a", "b", "c")]
+    with pytest.raises(BadData, match="does not fit the kind pairs"):
+        examples_of("translate", [("a", "b", "c")])
+
+
+def test_passages_in_memory() -> None:
+    assert examples_of("answer", [("q", "a", "one passage")])[0] == [Question("q", "a", ("one passage",))]
+    for nothing in (("q", "a", []), Question("q", "a", ())):
+        with pytest.raises(BadData, match="a question in data has no passage"):
+            examples_of("answer", [nothing])
+
+
+def test_examples_of_one_source_leave_none_to_train_on_or_none_to_hold_out(tmp_path: Path) -> None:
+    for seed in range(60):  # the only hash is below the share of one seed in twenty
+        config = run_config("translate", data={"source": "memory", "split_seed": seed})
+        with pytest.raises(BadData, match=r"has no example to train on|has no held-out examples"):
+            open_run_source(resolve_run(config, data=[("one", "eins"), ("one", "ein")]))
 
 
 class ScaledLoss(Translate):

@@ -229,7 +229,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in range(1, 8):
         checkpoints.write(step, some_tensors(step), {"step": step})
-        checkpoints.prune(best=2 if step >= 2 else None, protect=[4] if step == 6 else ())
+        checkpoints.prune(best=2 if step >= 2 else None)
     assert checkpoints.steps() == [2, 6, 7]
     assert {path.name for path in tmp_path.iterdir()} == {"step-000002", "step-000006", "step-000007"}
     assert same(checkpoints.at(2).tensors(), some_tensors(2))

@@ -109,6 +109,11 @@ def test_equal_texts_are_no_negatives(tmp_path: Path) -> None:
     assert torch.isinf(scores).sum() == 2
     assert not torch.isinf(scores.diagonal()).any()
     assert right.tolist() == [0, 1, 2]
+    log_p = scores.log_softmax(1)
+    means = [row[~torch.isinf(row)].mean() for row in log_p]  # over what each is compared with
+    expected = -sum(0.9 * log_p[i, i] + 0.1 * mean for i, mean in enumerate(means))
+    torch.testing.assert_close(task.loss(model, batch, 0.1), expected)
+    torch.testing.assert_close(task.loss(model, batch), -log_p.diagonal().sum())
 
 
 def test_ranks() -> None:

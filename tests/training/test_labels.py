@@ -277,3 +277,10 @@ def test_f1_of_several_labels() -> None:
     assert found.micro_f1 == pytest.approx(2 * 3 / (4 + 4))
     assert found.macro_f1 == pytest.approx((2 * 2 / (2 + 3) + 2 * 1 / (2 + 1)) / 2)
     assert found.exact == 0.5
+
+
+def test_labels_that_never_occur_have_an_f1_of_0_and_not_of_nothing() -> None:
+    """A nan would never be improved upon, and no checkpoint could hold it."""
+    none = np.zeros((3, 2), dtype=bool)
+    scores = label_metrics.multi_label(none, none, ["a", "b"])
+    assert (scores.macro_f1, scores.micro_f1, scores.exact) == (0.0, 0.0, 1.0)

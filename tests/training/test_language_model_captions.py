@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from regard import cli
 from regard.errors import UsageError
 from regard.models import EncoderDecoder
 from regard.recipes import run_config
+from regard.training.run_directory import RunDirectory
 
 from .test_contrast import SMALL as PAIRS
 from .test_contrast import write_captions
@@ -79,7 +81,10 @@ def test_captions_looks_and_evaluation(world: Path, capsys: pytest.CaptureFixtur
 def test_a_directory_of_hugging_face_serves_too(world: Path, tmp_path: Path) -> None:
     saved = regard.load(world / "writer").save(tmp_path / "writer")
     words = [f"data={world / 'captions.tsv'}", *IMAGES, f"train.language_model={saved}", "train.steps=2"]
-    regard.train(run_config("caption", [*words, "data.max_len=12", f"train.out={tmp_path / 'run'}"]), style="quiet")
+    words += ["data.max_len=12", f"train.out={tmp_path / 'run'}"]
+    words = [word.replace(str(saved), os.path.relpath(saved)) for word in words]
+    regard.train(run_config("caption", words), style="quiet")
+    assert RunDirectory.open(tmp_path / "run").config.train.language_model == str(saved), "found from any folder"
     model = regard.load(tmp_path / "run")
     assert model.config.text_model is not None
     assert regard.cost(model.config, batch=1, length=8).flops_forward.total > 0

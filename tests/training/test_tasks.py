@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +20,14 @@ from PIL import Image
 
 from regard import cli
 from regard.config import RunConfig
-from regard.data.examples import ImageExample, Labelled, Pair, Text
+from regard.data.examples import ImageExample, Labelled, Pair, Tagged, Text
 from regard.data.sources import open_source
 from regard.models import build
 from regard.recipes import run_config
+from regard.text.processor import Processor
 from regard.text.tokenizer import MASK, SPECIAL, Tokenizer
 from regard.training.loss import IGNORE, Batch, Objective
-from regard.training.tasks import Task, open_task
+from regard.training.tasks import Task, open_task, translation
 
 from .runs import environment, latest, metrics, words_of, write_data
 
@@ -504,3 +506,83 @@ def test_too_long_examples_are_told_of(tmp_path: Path, capsys: pytest.CaptureFix
     words = words_of("translate", data, f"train.out={out}", "train.steps=1", "data.max_len=7")
     assert cli.main(["train", "translate", *words]) == 0
     assert "examples longer than max_len=7 left out" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------- a tokenizer whose padding also occurs in texts
+
+
+def foreign_tokenizer() -> Tokenizer:
+    """One that adds no special token and has none for padding, like GPT-2's: id 0, the default, is the word "!"."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers
+
+    words = ["!", "a", "b", "c", "d", "</s>", "<unk>"]
+    backend = Backend(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]  # its stubs do not know setters
+    return Tokenizer(backend.to_str().encode()).with_special_ids(pad=0, bos=5, eos=5, unk=6)
+
+
+def open_foreign(task: str, folder: Path, lines: list[str], *more: str, labels: tuple[str, ...] | None = None) -> Task:
+    path = folder / ("data.conll" if task == "tag" else "data.tsv")
+    path.write_text("\n".join(lines * 10) + "\n", encoding="utf-8")
+    sizes = ("model.d_model=16", "model.n_heads=2", "model.d_ff=16", "model.n_layers=1", "data.max_len=8")
+    config = run_config(task, [f"data={path}", f"data.valid={path}", "train.device=cpu", *sizes, *more])
+    return open_task(config, open_source(config.data), Processor(source=foreign_tokenizer(), labels=labels))
+
+
+def test_a_word_with_the_id_of_padding_is_read_and_learned(tmp_path: Path) -> None:
+    lines = ["a ! b\t! c", "a\tb", "b\tc", "c a\td"]
+    pairs = [Pair("a ! b", "! c"), Pair("a", "b")]
+    task = open_foreign("translate", tmp_path, lines, "data.kind=pairs")
+    ((_, batch),) = task.valid_groups(pairs)
+    assert batch.options["source_padding_mask"].tolist() == [[True] * 4, [True] * 2 + [False] * 2]
+    assert batch.inputs[1].tolist() == [[5, 0, 3, 5], [5, 2, 5, 0]]
+    assert batch.targets.tolist() == [[0, 3, 5, IGNORE], [2, 5, IGNORE, IGNORE]]
+    task = open_foreign("embed", tmp_path, lines, "data.kind=pairs")
+    ((_, batch),) = task.valid_groups(pairs)
+    assert batch.options["padding_mask"].sum(1).tolist() == [3, 1, 2, 1]
+    task = open_foreign(
+        "classify", tmp_path, ["a !\tx", "b\ty", "c\tx", "d\ty"], "data.kind=labelled", labels=("x", "y")
+    )
+    ((_, batch),) = task.valid_groups([Labelled("! a !", 0), Labelled("b", 1)])
+    assert batch.options["padding_mask"].sum(1).tolist() == [3, 1]
+
+
+def test_a_caption_may_contain_the_token_of_padding(tmp_path: Path) -> None:
+    config = config_of("caption", tmp_path)
+    image = open_task(config, source := open_source(config.data)).processor.image
+    task = open_task(config, source, Processor(target=foreign_tokenizer(), image=image))
+    picture = source.train[0].image  # type: ignore[union-attr]  # a caption's example
+    ((_, batch),) = task.valid_groups([ImageExample(picture, ("! a",)), ImageExample(picture, ("b",))])
+    assert batch.targets.tolist()[0][:3] == [0, 1, 5]
+    assert (batch.targets != IGNORE).sum(1).tolist() == [3, 2]
+
+
+def test_the_last_word_has_a_tag_without_special_tokens_too(tmp_path: Path) -> None:
+    task = open_foreign("tag", tmp_path, ["a X", "b O", ""], labels=("O", "X"))
+    ((_, batch),) = task.valid_groups([Tagged(("a", "b"), (1, 0)), Tagged(("a",) * 9, (1,) * 9)])
+    assert batch.targets[1].tolist() == [1, 0, *[IGNORE] * 6]
+    assert batch.targets[0].tolist() == [*[1] * 7, IGNORE], "of a sentence that is cut, the last token is its end"
+
+
+def test_sentences_with_tags_that_are_too_long_are_cut_or_dropped(tmp_path: Path) -> None:
+    lines = ["a X", "b O", "", *["a X"] * 9, ""]
+    for how, dropped, cut in (("auto", 0, 10), ("drop", 10, 0)):
+        task = open_foreign("tag", tmp_path, lines, f"data.too_long={how}", "data.hide_rate=0", labels=("O", "X"))
+        sizes = {int(batch.n_tokens / len(batch.inputs[0])) for batch in map(task.batch, range(task.batches_per_epoch))}
+        assert (task.skipped.n_dropped, task.skipped.n_cut) == (dropped, cut)
+        assert (max(sizes) == 2) == (how == "drop")
+
+
+def test_a_source_that_is_cut_keeps_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = open_foreign("translate", tmp_path, ["a\tb", "b\tc", "c a\td"], "data.kind=pairs", "model.max_len=8")
+    read: list[list[int]] = []
+    plain = translation.generate
+
+    def generate(model: Any, rows: Any, config: Any) -> Any:
+        read.extend(rows)
+        return plain(model, rows, config)
+
+    monkeypatch.setattr(translation, "generate", generate)
+    task.translate(build(task.model_config).eval(), ["a b " * 9], beam=1)  # type: ignore[attr-defined]  # Translate has it
+    assert read == [[1, 2, 1, 2, 1, 2, 1, 5]]

@@ -83,7 +83,8 @@ class DataConfig(Config):
     max_target_len: int | None = None
     """Maximum tokens of a target or caption; None: max_len."""
     too_long: Literal["auto", "drop", "truncate"] = "auto"
-    """What happens to longer examples, which are counted and reported; auto: pairs are dropped, others truncated."""
+    """What happens to longer examples, which are counted and reported; auto: pairs to translate and chats are dropped,
+    others truncated."""
     packing: Literal["auto", "documents", "blocks"] = "auto"
     """Rows of a language model: documents packed side by side that do not see each other, or blocks cut anywhere from
     the text; auto: blocks for a single document, else documents."""

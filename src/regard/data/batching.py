@@ -25,8 +25,7 @@ class BatchPlan:
     """Batches limited by tokens including padding: B × the longest example is at most ``batch_tokens``.
 
     ``lengths`` is (n,), the number of tokens of each example, or (n, 2) for pairs, where each side respects the limit.
-    Examples longer than ``max_len`` are left out (``dropped``); a batch has at most ``max_examples``. Without
-    ``shuffle`` (evaluation) the batches are ordered from short to long, the same in every epoch.
+    Examples longer than ``max_len`` are left out; a batch has at most ``max_examples``.
     """
 
     def __init__(
@@ -36,17 +35,15 @@ class BatchPlan:
         *,
         seed: int = 0,
         max_len: int | None = None,
-        shuffle: bool = True,
         max_examples: int | None = None,
     ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
-        self.batch_tokens, self.seed, self.shuffle = batch_tokens, seed, shuffle
+        self.batch_tokens, self.seed = batch_tokens, seed
         if self.lengths.ndim not in (1, 2) or len(self.lengths) == 0:
             raise ValueError(f"lengths has shape {self.lengths.shape}, but (n,) or (n, sides) with n ≥ 1 is needed")
         check_positive(batch_tokens=batch_tokens, max_examples=max_examples, max_len=max_len)
         longest = self.lengths if self.lengths.ndim == 1 else self.lengths.max(axis=1)
-        fits = longest <= (max_len or np.iinfo(np.int64).max)
-        self._included, self.dropped = np.flatnonzero(fits), np.flatnonzero(~fits)
+        self._included = np.flatnonzero(longest <= (max_len or np.iinfo(np.int64).max))
         if not len(self._included):
             raise ValueError(f"every example is longer than max_len={max_len}")
         sizes = longest[self._included]
@@ -64,48 +61,32 @@ class BatchPlan:
         self._cuts = np.asarray([*cuts, len(sizes)], dtype=np.int64)
 
     @classmethod
-    def by_examples(cls, n: int, batch_size: int, *, seed: int = 0, shuffle: bool = True) -> BatchPlan:
+    def by_examples(cls, n: int, batch_size: int, *, seed: int = 0) -> BatchPlan:
         """Batches of ``batch_size`` examples of equal size, such as images."""
-        return cls(np.ones(n), batch_size, seed=seed, shuffle=shuffle)
+        return cls(np.ones(n), batch_size, seed=seed)
 
-    def count(self, world: int = 1) -> int:
-        """Number of batches per epoch on each of ``world`` ranks; the remainder is dropped."""
-        n = (len(self._cuts) - 1) // world
-        if n == 0:
-            raise ValueError(f"there are {len(self._cuts) - 1} batches, too few for world={world}")
-        return n
+    def count(self) -> int:
+        """The number of batches per epoch."""
+        return len(self._cuts) - 1
 
-    def at(self, step: int, world: int = 1) -> tuple[int, int]:
-        """(epoch, position) of the batch of a step; all three count from 0."""
-        return divmod(step, self.count(world))
+    def at(self, number: int) -> tuple[int, int]:
+        """(epoch, position) of a batch by its number in the whole run; all three count from 0."""
+        return divmod(number, self.count())
 
-    def batch(self, epoch: int, position: int, rank: int = 0, world: int = 1) -> NDArray[np.int64]:
-        """Indices of the examples of a batch; rank r of n reads batches r, r + n, r + 2n … of the epoch."""
-        if not 0 <= rank < world:
-            raise ValueError(f"rank={rank} must lie between 0 and {world - 1}, world={world}")
-        if not 0 <= position < self.count(world):
-            raise IndexError(f"position={position} is not one of the {self.count(world)} batches of an epoch")
-        examples, batches = _epoch_order(self, epoch if self.shuffle else 0)
-        number = batches[position * world + rank]
+    def batch(self, epoch: int, position: int) -> NDArray[np.int64]:
+        """Indices of the examples of a batch."""
+        if not 0 <= position < self.count():
+            raise IndexError(f"position={position} is not one of the {self.count()} batches of an epoch")
+        examples, batches = _epoch_order(self, epoch)
+        number = batches[position]
         return examples[self._cuts[number] : self._cuts[number + 1]]
-
-    def padding(self) -> float:
-        """The share of all tokens of an epoch that is padding."""
-        examples, _ = _epoch_order(self, 0)
-        sizes = self.lengths.reshape(len(self.lengths), -1)[examples]
-        longest = np.maximum.reduceat(sizes, self._cuts[:-1], axis=0)
-        padded = (longest * np.diff(self._cuts)[:, None]).sum()
-        return float(1 - sizes.sum() / max(int(padded), 1))
 
 
 @lru_cache(maxsize=4)
 def _epoch_order(plan: BatchPlan, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(examples in sorted order, order of the batches); cached, because every batch of the epoch needs both."""
-    n_batches = len(plan._cuts) - 1
-    if not plan.shuffle:
-        return plan._included[np.argsort(plan._sort_key, kind="stable")], np.arange(n_batches)
     ties = bits(stable_key("examples", plan.seed, epoch), plan._included)
-    batches = permutation(stable_key("batches", plan.seed, epoch), n_batches)
+    batches = permutation(stable_key("batches", plan.seed, epoch), plan.count())
     return plan._included[np.lexsort((ties, plan._sort_key))], batches
 
 
@@ -119,11 +100,9 @@ def balanced_rows(classes: ArrayLike) -> NDArray[np.int64]:
     return np.concatenate([np.resize(np.flatnonzero(numbers == c), size) for c in np.unique(numbers)])
 
 
-def pad(rows: Sequence[Sequence[int]], value: int = 0, *, multiple: int = 1) -> Tensor:
-    """Tokens (B, T), padded at the end with ``value``; T is rounded up to a multiple of ``multiple``."""
-    longest = max((len(row) for row in rows), default=0)
-    width = -(-longest // multiple) * multiple
-    tokens = np.full((len(rows), width), value, dtype=np.int64)
+def pad(rows: Sequence[Sequence[int]], value: int = 0, min_width: int = 0) -> Tensor:
+    """Tokens (B, T), padded at the end with ``value``; T is the longest row or, if that is more, ``min_width``."""
+    tokens = np.full((len(rows), max(min_width, *map(len, rows), 0)), value, dtype=np.int64)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     return torch.from_numpy(tokens)
@@ -170,10 +149,10 @@ def mask_tokens(
     Depends only on (seed, epoch, index). Special tokens are never chosen; of the others, at least one is.
     """
     inputs = np.array(ids, dtype=np.int64)
-    special_ids = np.asarray(sorted(special), dtype=np.int64)
-    ordinary_ids = np.setdiff1d(np.arange(vocab_size), special_ids)
+    special_ids = frozenset(special)
+    ordinary_ids = _ordinary_ids(vocab_size, special_ids)
     key, positions = stable_key("mask", seed, epoch, index), np.arange(len(inputs))
-    draws = np.where(np.isin(inputs, special_ids), 2.0, uniform(key, positions))
+    draws = np.where(np.isin(inputs, list(special_ids)), 2.0, uniform(key, positions))
     chosen = draws < share
     if not chosen.any() and len(inputs) and draws.min() < 1.0:
         chosen[draws.argmin()] = True
@@ -183,6 +162,12 @@ def mask_tokens(
     random_ids = ordinary_ids[integers(stable_key(key, "which"), positions, n)] if n else inputs
     inputs = np.where(chosen & (action < 0.8), mask_id, np.where(chosen & (action >= 0.9), random_ids, inputs))
     return MaskedTokens(inputs, targets)
+
+
+@lru_cache(maxsize=2)
+def _ordinary_ids(vocab_size: int, special: frozenset[int]) -> NDArray[np.int64]:
+    """All ids but the special ones; cached, because every row needs them and a vocabulary may be large."""
+    return np.setdiff1d(np.arange(vocab_size), np.asarray(sorted(special), dtype=np.int64))
 
 
 def has_partial_batch(plan: BatchPlan) -> bool:

@@ -20,7 +20,6 @@ from .examples import (
     Preference,
     Question,
     Tagged,
-    Text,
     Triplet,
     key_of,
     label_text,
@@ -156,7 +155,7 @@ def describe(
     train = [source.train[index] for index in range(n_train)]
     valid = [source.valid[index] for index in range(min(len(source.valid), n_train))]
     texts = _texts(train)
-    cut = too_long == "truncate" or (too_long == "auto" and source.kind != "pairs")
+    cut = too_long == "truncate" or (too_long == "auto" and source.kind not in ("pairs", "chats", "preferences"))
     limits = None if max_len is None else (max_len, max_target_len)
     n_passages = [len(x.passages) for x in train if isinstance(x, Question)]
     tokens, losses = _token_lengths(texts, tokenizer, target_tokenizer, limits, cut, n_passages)
@@ -191,34 +190,32 @@ def describe(
 
 
 def _texts(examples: Sequence[Example]) -> dict[str, list[str]]:
-    sides: dict[str, list[str]] = {}
+    """All texts of the examples, by side."""
+    texts: dict[str, list[str]] = {}
     for example in examples:
-        match example:
-            case Pair(source, target):
-                sides.setdefault("source", []).append(source)
-                sides.setdefault("target", []).append(target)
-            case Text(text) | Labelled(text, second=None) | Tagged(text=text):
-                sides.setdefault("text", []).append(text)
-            case Labelled(text, second=str() as second):
-                sides.setdefault("text", []).append(text)
-                sides.setdefault("second", []).append(second)
-            case Chat():
-                sides.setdefault("prompt", []).append(str(key_of(example)))
-                sides.setdefault("answer", []).append(example.answer)
-            case Preference(chosen=chosen, rejected=rejected):
-                sides.setdefault("prompt", []).append(str(key_of(example)))
-                sides.setdefault("chosen", []).append(chosen)
-                sides.setdefault("rejected", []).append(rejected)
-            case Triplet():
-                for name in ("anchor", "positive", "negative"):
-                    sides.setdefault(name, []).append(getattr(example, name))
-            case Question(question, answer, passages):
-                sides.setdefault("question", []).append(question)
-                sides.setdefault("answer", []).append(answer)
-                sides.setdefault("passage", []).extend(passages)
-            case ImageExample(captions=captions) if captions:
-                sides.setdefault("caption", []).extend(captions)
-    return sides
+        for side, own in _sides(example).items():
+            texts.setdefault(side, []).extend(own)
+    return texts
+
+
+def _sides(example: Example) -> dict[str, Sequence[str]]:
+    """The texts of an example by side; questions have several passages, images several captions."""
+    match example:
+        case ImageExample(captions=captions):
+            return {"caption": captions} if captions else {}
+        case Question(question, answer, passages):
+            return {"question": [question], "answer": [answer], "passage": passages}
+        case Pair(source, target):
+            return {"source": [source], "target": [target]}
+        case Triplet(anchor, positive, negative):
+            return {"anchor": [anchor], "positive": [positive], "negative": [negative]}
+        case Chat():
+            return {"prompt": [str(key_of(example))], "answer": [example.answer]}
+        case Preference(chosen=chosen, rejected=rejected):
+            return {"prompt": [str(key_of(example))], "chosen": [chosen], "rejected": [rejected]}
+        case Labelled(text, second=str() as second):
+            return {"text": [text], "second": [second]}
+    return {"text": [example.text]}
 
 
 def _token_lengths(
@@ -270,23 +267,16 @@ def _image_sizes(train: Sequence[Example]) -> dict[str, int]:
 
 
 def _example_texts(example: Example, labels: tuple[str, ...] | None) -> list[str]:
+    """An example to show: the beginnings of its texts, at most three passages, and its label."""
+    texts = [text[:300] for own in _sides(example).values() for text in own[:3]]
     match example:
         case Pair(source, target):
             return [source, target]
-        case Text(text):
-            return [text[:300]]
-        case Labelled(text, label, second):
-            return [text[:300], *([] if second is None else [second[:300]]), label_text(label, labels)]
-        case Tagged(words, tags):
-            return [" ".join(words)[:300], " ".join(label_text(tag, labels) for tag in tags)[:300]]
-        case Chat():
-            return [str(key_of(example))[:300], example.answer[:300]]
-        case Preference(chosen=chosen, rejected=rejected):
-            return [str(key_of(example))[:300], chosen[:300], rejected[:300]]
-        case Triplet(anchor, positive, negative):
-            return [anchor[:300], positive[:300], negative[:300]]
-        case Question(question, answer, passages):
-            return [question[:300], answer[:300], *(passage[:300] for passage in passages[:3])]
+        case Labelled(label=label):
+            return [*texts, label_text(label, labels)]
+        case Tagged(tags=tags):
+            return [*texts, " ".join(label_text(tag, labels) for tag in tags)[:300]]
         case ImageExample(image, captions, label):
             name = image.name if isinstance(image, Path) else "image"
             return [name, *(captions or ([] if label is None else [label_text(label, labels)]))]
+    return texts

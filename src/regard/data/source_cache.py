@@ -21,7 +21,7 @@ from ..foundation.jsonio import to_json
 from .example_files import ExampleFile
 from .examples import ReadReport
 
-_VERSION = 1  # increase it when a change makes the same file be read or split differently
+_VERSION = 2  # increase it when a change makes the same file be read or split differently
 _HEADER = "source.json"
 LARGE = 1 << 26  # bytes of files or training text from which the result is cached for later runs
 

@@ -402,8 +402,11 @@ def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
         schema = schema_of_keys(keys, options.kind)
     if schema is None:
         raise ValueError(f"{name} has the columns {', '.join(keys)}; say which to use: columns=a,b")
+    missing = [column for column in schema.columns if str(column).split(".")[0] not in keys]
+    if missing:
+        raise ValueError(f"columns has {missing[0]!r}, but {name} has the columns {', '.join(keys)}")
     has_labels = schema.kind in ("labelled", "images")
-    names = getattr(train.features[str(schema.columns[1])], "names", None) if has_labels else None
+    names = getattr(train.features[str(schema.columns[-1])], "names", None) if has_labels else None
     labels = None if names is None else tuple(names)
     files = SourceFiles("hf", schema.kind, (Path(name),), schema, labels=labels, table=train)
     return files if valid is None else replace(files, valid=replace(files, table=valid))
@@ -414,7 +417,7 @@ def _table_rows(files: SourceFiles, schema: Schema, report: ReadReport) -> Itera
     for number, record in enumerate(files.table, start=1):
         report.n_read += 1
         cells = table_files.cells_of(record, schema, files.paths[0], number, report)
-        if cells and names and cells[1].isdigit() and int(cells[1]) < len(names):  # an index into the class names
-            cells = (cells[0], names[int(cells[1])])
+        if cells and names and cells[-1].isdigit() and int(cells[-1]) < len(names):  # an index into the class names
+            cells = (*cells[:-1], names[int(cells[-1])])
         if cells:
             yield Row(files.paths[0], number, cells)

@@ -137,6 +137,7 @@ def _cache_key(config: DataConfig, files: SourceFiles, valid_files: SourceFiles 
     reading: dict[str, Any] = {name: getattr(config, name) for name in names if name != "valid"}
     tables = [table for part in parts for table in part.tables or (part,)]
     reading["files"] = [(table.form, table.kind, str(table.schema)) for table in tables]
+    reading["n_held_out"] = 0 if valid_files is None else len(valid_files.paths)
     return content_key([path for part in parts for path in part.paths], reading)
 
 
@@ -357,11 +358,8 @@ def _read_label_sets(
     number = {name: index for index, name in enumerate(labels)}
     known: list[tuple[Row, Label]] = []
     for row, names in zip(rows, names_of, strict=True):
-        unknown = [name for name in names if name not in number]
-        if unknown:
-            report.add_bad(
-                row.file, row.line, "unknown label", f"{unknown[0]!r} is not one of {', '.join(labels[:20])}"
-            )
+        if unknown := [name for name in names if name not in number]:
+            _report_unknown(row, unknown[0], labels, report)
         else:
             known.append((row, tuple(sorted({number[name] for name in names}))))
     return known, labels
@@ -376,16 +374,17 @@ def _read_tags(
     sentences: list[Example] = []
     for row in rows:
         words, tags = row.cells
-        unknown = [tag for tag in tags if tag not in number]
-        if unknown:
-            report.add_bad(
-                row.file, row.line, "unknown label", f"{unknown[0]!r} is not one of {', '.join(labels[:20])}"
-            )
+        if unknown := [tag for tag in tags if tag not in number]:
+            _report_unknown(row, unknown[0], labels, report)
         elif len(words) != len(tags):
             report.add_bad(row.file, row.line, "not one tag per word", f"{len(words)} words, {len(tags)} tags")
         else:
             sentences.append(Tagged(words, tuple(number[tag] for tag in tags)))
     return sentences, labels
+
+
+def _report_unknown(row: Row, name: str, labels: tuple[str, ...], report: ReadReport) -> None:
+    report.add_bad(row.file, row.line, "unknown label", f"{name!r} is not one of {', '.join(labels[:20])}")
 
 
 def _split_labels(cell: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -403,7 +402,7 @@ def _with_known_labels(
         if isinstance(name, tuple):
             raise ValueError(f"{row.file} has lists of labels; use data.problem_type=multi_label for them")
         if name not in seen and labels:
-            report.add_bad(row.file, row.line, "unknown label", f"{name!r} is not one of {', '.join(labels[:20])}")
+            _report_unknown(row, name, labels, report)
             continue
         if seen.setdefault(name, len(seen)) >= _MAX_LABELS and not labels:
             raise ValueError(

@@ -236,6 +236,7 @@ def csv_delimiter(path: Path, encoding: str) -> str:
 
 
 def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
+    csv.field_size_limit(max(csv.field_size_limit(), options.max_chars))  # the library's own limit is 131,072
     numbers: list[int] = []  # line numbers of the current record
 
     def lines() -> Iterator[str]:

@@ -39,7 +39,7 @@ def pad_texts(config: ModelConfig, rows: Sequence[Sequence[int]], multiple: int 
     longest, max_len = max(map(len, rows)), max_text_length(config, target=True)
     reads_padding = config.text_tower.pooling == "last"
     width = max_len if reads_padding else max(longest, min(-(-longest // multiple) * multiple, max_len))
-    tokens = pad([*rows, [config.pad_id] * width], config.pad_id)[:-1]
+    tokens = pad(rows, config.pad_id, width)
     return tokens, None if reads_padding else torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -37,9 +37,8 @@ _STEP = re.compile(r"step-(\d{6,})")
 _NAME = re.compile(r"([A-Za-z0-9_-]+)/.+", re.DOTALL)
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_Part = tuple[
-    dict[str, tuple[str, shards.TensorRegion]], dict[str, Entry]
-]  # (regions by tensor name, manifest entries)
+# What one process wrote: the file and the region of each tensor, and the manifest entry of each file.
+_Part = tuple[dict[str, tuple[str, shards.TensorRegion]], dict[str, Entry]]
 
 
 class Checkpoint(shards.TensorReader):
@@ -150,12 +149,12 @@ class Checkpoints:
         self._damaged.discard(step)
         return target
 
-    def prune(self, best: int | None = None, protect: Collection[int] = ()) -> None:
-        """Remove all but the last ``keep``, the best and the protected. Damaged ones neither count nor go."""
+    def prune(self, best: int | None = None) -> None:
+        """Remove all but the last ``keep`` and the best. Damaged ones neither count nor go."""
         if not self._group.is_main:
             return
         intact = [step for step in self.steps() if step not in self._damaged]
-        for step in set(intact[: -self.keep]) - {best, *protect}:
+        for step in set(intact[: -self.keep]) - {best}:
             self.remove(step)
 
     def remove(self, step: int) -> None:

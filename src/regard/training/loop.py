@@ -158,9 +158,8 @@ class Loop:
     metrics: dict[str, Any] = field(default_factory=dict)  # from the last evaluation
     at: Position = field(default_factory=Position)
     saved: int | None = None  # step of the last checkpoint written or read
-    stopgap: int | None = (
-        None  # step of a checkpoint written only because the run was stopped; the next one replaces it
-    )
+    # Step of a checkpoint that was written only because the run was stopped; the next one replaces it.
+    stopgap: int | None = None
     unread: UnreadStep | None = None  # the last step, until it is known to be finite
 
     def __post_init__(self) -> None:

@@ -38,7 +38,6 @@ class Group:
 
     rank: int = 0
     world: int = 1
-    local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
@@ -104,7 +103,7 @@ def open_group(device: torch.device | str = "cpu") -> Group:
     # On CUDA both: NCCL for tensors, and gloo for flags and objects, so that they do not wait for the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=_TIMEOUT)
-    return Group(rank, world, local_rank, device)
+    return Group(rank, world, device)
 
 
 def parallelise(objective: nn.Module, kind: Parallel, group: Group, dtype: torch.dtype | None = None) -> nn.Module:

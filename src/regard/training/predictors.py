@@ -166,7 +166,10 @@ def task_for(predictor: Predictor, source: Source, data: DataConfig, overrides: 
             separates_documents = predictor.run is not None and predictor.run.facts["data"]["train"] > 1
         fields["packing"] = "documents" if separates_documents else "blocks"
     config = predictor.config.with_(data=DataConfig(**fields), train=predictor.config.train.with_(seed=seed))
-    task = open_task(config, source, predictor.processor)
+    processor = predictor.processor
+    if "chat_template" in overrides:
+        processor = replace(processor, chat_template=None)  # the task reads the one that the config names
+    task = open_task(config, source, processor)
     task.check_model(predictor.name, predictor.config.model)
     return task
 

@@ -337,7 +337,7 @@ def _change_paths(data: DataConfig, change: Callable[[str], str]) -> DataConfig:
 def _change_models(train: TrainConfig, change: Callable[[str], str]) -> TrainConfig:
     """The recipe with ``change`` applied to the paths of its models; RUN@STEP keeps its step."""
     fields = {}
-    for field in ("init", "teacher"):
+    for field in ("init", "teacher", "language_model"):
         if (name := getattr(train, field)) is not None:
             path, at, step = name.rpartition("@") if "@" in name and not os.path.exists(name) else (name, "", "")
             fields[field] = f"{change(path)}{at}{step}"

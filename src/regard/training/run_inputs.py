@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from ..config import DataConfig, ModelConfig, RunConfig
@@ -103,8 +104,10 @@ def _register_class(model: Model) -> None:
 
 
 def open_run_source(inputs: RunInputs) -> Source:
-    """The examples of a run, with some of them held out; BadData if none are."""
+    """The examples of a run, with some of them held out; BadData if none are, or all."""
     source = _open_examples(inputs)
+    if not len(source.train):
+        raise BadData(f"{source.name} has no example to train on")
     if not len(source.valid):
         raise BadData(f"{source.name} has no held-out examples to evaluate on; data.valid=… names some")
     return source
@@ -154,13 +157,13 @@ def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple
     kind = task_class.kinds[0]
     labels: tuple[str, ...] | None = None
     if task_class.has_labels and config.problem_type != "regression":
-        row_labels: list[Any] = [_label_of(x) for x in rows]
-        has_many = config.problem_type == "multi_label" or kind == "tagged"
-        names = {name for each in row_labels for name in (each if has_many else (each,))}
-        labels = tuple(map(str, sorted(names, key=lambda x: (isinstance(x, str), x))))
+        labels = config.labels or _label_names(rows, config.problem_type == "multi_label" or kind == "tagged")
+    numbers = {name: number for number, name in enumerate(labels or ())}
 
     def number(name: Any) -> int:
-        return (labels or ()).index(str(name))
+        if str(name) not in numbers:
+            raise ValueError(f"the label {name!r} is not one of {', '.join(numbers)}")
+        return numbers[str(name)]
 
     def label(value: Any) -> Label:
         if labels is None:
@@ -169,24 +172,50 @@ def _examples_of(data: Any, task_class: type[Task], config: DataConfig) -> tuple
 
     makers: dict[str, Any] = {
         "text": lambda x: Text(x),
-        "pairs": lambda x: (Pair if len(x) == 2 else Triplet)(*x),
-        "labelled": lambda x: Labelled(x[0], label(x[-1]), *x[1:-1]),
-        "images": lambda x: ImageExample(x[0], label=label(x[1])),
-        "tagged": lambda x: Tagged(tuple(x[0]), tuple(map(number, x[1]))),
+        "pairs": lambda x: (Triplet if len(x) == 3 and "triplets" in task_class.kinds else Pair)(*x),
+        "labelled": lambda x: Labelled(x[0], label(_label_of(x)), *x[1:-1]),
+        "images": lambda x: ImageExample(_image_of(x[0]), label=label(_label_of(x))),
+        "tagged": lambda x: Tagged(tuple(x[0]), tuple(map(number, _label_of(x)))),
         "chats": lambda x: chat_of(x if isinstance(x, tuple) else (x,)),
         "preferences": preference_of,
-        "questions": lambda x: Question(x[0], x[1], tuple(x[2])),
-        "captions": lambda x: ImageExample(x[0], (x[1],) if isinstance(x[1], str) else tuple(x[1])),
+        "questions": lambda x: Question(x[0], x[1], _texts_of(x[2])),
+        "captions": lambda x: ImageExample(_image_of(x[0]), _texts_of(x[1])),
     }
     try:
-        return [x if isinstance(x, Example) else makers[kind](x) for x in rows], labels
+        examples: list[Example] = [x if isinstance(x, Example) else makers[kind](x) for x in rows]
     except (TypeError, IndexError, ValueError) as error:
         raise BadData(f"an example in data does not fit the kind {kind}: {error}") from None
+    if any(isinstance(x, Question) and not x.passages for x in examples):
+        raise BadData("a question in data has no passage")
+    return examples, labels
+
+
+def _label_names(rows: list[Any], has_several: bool) -> tuple[str, ...]:
+    """The names of the classes: the labels of the rows, sorted; Examples have numbers, of which some may not occur."""
+    values = [_label_of(x) for x in rows]
+    names: set[Any] = {name for value in values for name in (value if has_several else (value,))}
+    if any(isinstance(x, Example) for x in rows):
+        return tuple(map(str, range(max(names, default=-1) + 1)))
+    return tuple(map(str, sorted(names, key=lambda x: (isinstance(x, str), x))))
 
 
 def _label_of(example: Any) -> Any:
-    """The label of an Example, or the last item of a row."""
+    """The label of an Example, or the last item of a row; tensors and arrays as numbers."""
     match example:
         case Tagged(tags=label) | Labelled(label=label) | ImageExample(label=label):
             return label
-    return example[-1]
+    return example[-1].tolist() if hasattr(example[-1], "tolist") else example[-1]
+
+
+def _image_of(image: Any) -> Any:
+    """An image as an ImageExample holds it: a string is the path of a file, a tensor holds uint8 pixels."""
+    if not isinstance(image, torch.Tensor):
+        return Path(image) if isinstance(image, str) else image
+    if image.dtype != torch.uint8 or image.dim() not in (2, 3):
+        found = f"{image.dtype} of shape {tuple(image.shape)}"
+        raise ValueError(f"an image is {found}; uint8 pixels (height, width, channels) are needed")
+    return image.numpy()
+
+
+def _texts_of(texts: str | Iterable[str]) -> tuple[str, ...]:
+    return (texts,) if isinstance(texts, str) else tuple(texts)

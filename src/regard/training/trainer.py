@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -409,6 +409,8 @@ def _open_new_task(config: RunConfig, source: Source, processor: Processor | Non
     if processor is None and (initial is not None or recipe.teacher is not None):
         existing = read_initial_model(str(recipe.teacher))[1] if initial is None else initial.processor
         processor = initial_processor(config, source, existing, task_class)
+    if processor is not None and config.data.chat_template is not None:
+        processor = replace(processor, chat_template=None)  # the task reads the one that the config names
     task = open_task(config, source, processor, task_class)
     if initial is not None:
         model, partial = build(task.model_config, device="meta"), recipe.init_partial

@@ -8,7 +8,6 @@ the version of Python, so `digest` identifies exactly what was read.
 from __future__ import annotations
 
 import hashlib
-import platform
 import sysconfig
 import tokenize
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from pathlib import Path
 from ..hashing import stable_hash
 from . import check_index
 
-LICENCE = "Python Software Foundation License, https://docs.python.org/3/license.html"
 # Folders that are not part of the library: installed packages and build products, and the library's own tests.
 _INSTALLED_BESIDE = frozenset({"site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 _TESTS = frozenset({"test", "tests", "idle_test"})
@@ -67,11 +65,6 @@ class Stdlib:
             for x in map(self._read, self._files[split]):
                 digest.update(f"{split}\x1f{x.name}\x1f{x.text}\x1e".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()
-
-    @property
-    def python(self) -> str:
-        """Implementation and version of the running Python."""
-        return f"{platform.python_implementation()} {platform.python_version()}"
 
     @cached_property
     def _files(self) -> dict[str, list[Path]]:

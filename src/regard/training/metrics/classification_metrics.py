@@ -68,8 +68,9 @@ def macro_f1_statistics(predicted: ArrayLike, truth: ArrayLike, labels: int | Se
 
 
 def macro_f1_of_counts(hits: NDArray[np.number], n_predicted: NDArray[np.number], n_true: NDArray[np.number]) -> Floats:
-    either = n_predicted + n_true  # classes that never occur are left out of the mean
-    return np.asarray(share(2 * hits, either).sum(-1) / (either > 0).sum(-1))
+    """The mean F1 over the classes that occur; 0 if none does."""
+    either = n_predicted + n_true
+    return share(share(2 * hits, either).sum(-1), np.asarray((either > 0).sum(-1)))
 
 
 def share(part: NDArray[np.number], whole: NDArray[np.number]) -> Floats:

@@ -33,8 +33,7 @@ def retrieval_metrics(ranks: NDArray[np.int64]) -> dict[str, float]:
 
 def rank_statistics(outputs: Sequence[str], references: Sequence[str]) -> Statistics:
     """Recall at 1 of each query, for paired comparisons."""
-    hits = [output == reference for output, reference in zip(outputs, references, strict=True)]
-    return mean_statistics("recall_1", np.array(hits, dtype=np.float64))
+    return mean_statistics("recall_1", [a == b for a, b in zip(outputs, references, strict=True)])
 
 
 def answer_words(text: str) -> list[str]:
@@ -92,7 +91,7 @@ class Ranks:
 
     def scores(self) -> RetrievalScores:
         text_1, text_5, text_10, image_1, image_5, image_10 = shares = [
-            float((ranks < k).mean()) for ranks in (self.images, self.texts) for k in (1, 5, 10)
+            float((ranks < k).mean()) for ranks in (self.images, self.texts) for k in CUTOFFS
         ]
         sizes = len(self.images), len(self.texts)
         return RetrievalScores(*sizes, text_1, text_5, text_10, image_1, image_5, image_10, float(np.mean(shares)))

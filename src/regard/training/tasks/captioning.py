@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...config import DataConfig, ModelConfig, RunConfig
@@ -19,10 +18,11 @@ from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import PAD
 from ...text.tokenizer_training import Template
-from ..loss import Batch, shift_targets
+from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import ExampleResult, ImageTask, SkippedExamples
+from .image_task import ImageTask
+from .task import ExampleResult, SkippedExamples
 
 
 class CaptionTask(ImageTask):
@@ -80,33 +80,38 @@ class CaptionTask(ImageTask):
         return self.config.model.with_(max_target_len=self._max_width, **self._token_fields(self.tokenizer))
 
     @cached_property
-    def _images(self) -> list[tuple[int, Sequence[str]]]:
-        """The indices of the training images and their captions, without those dropped as too long."""
-        examples = cast(Sequence[ImageExample], self.source.train)
+    def _short_captions(self) -> dict[int, list[str]] | None:
+        """The captions of each training image, without those that are too long; None if those are truncated."""
         if self.config.data.too_long != "drop":
-            return [(i, x.captions) for i, x in enumerate(examples)]
-        images: list[tuple[int, Sequence[str]]] = []
+            return None  # an image of an embedded corpus is drawn for its captions: not all of them in advance
+        images: dict[int, list[str]] = {}
         n_dropped = 0
-        for i, x in enumerate(examples):
-            rows = zip(x.captions, self._encode(x.captions), strict=True)
-            captions = [text for text, row in rows if len(row) <= self._max_target_len]
-            n_dropped += len(x.captions) - len(captions)
-            if captions:
-                images.append((i, captions))
+        for i, example in enumerate(self.source.train):
+            texts = _captions(example)
+            rows = zip(texts, self._encode(texts), strict=True)
+            if captions := [text for text, row in rows if len(row) <= self._max_target_len]:
+                images[i] = captions
+            n_dropped += len(texts) - len(captions)
         self.skipped = SkippedExamples(n_dropped=n_dropped, max_len=self._max_target_len)
         return images
+
+    @cached_property
+    def _images(self) -> Sequence[int]:
+        """The indices of the training images."""
+        return range(len(self.source.train)) if self._short_captions is None else list(self._short_captions)
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
         return self._plan_by_rows(len(self._images), self._n_patches)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
-        chosen = [self._images[i] for i in index]
-        captions = [texts[(epoch + i) % len(texts)] for i, texts in chosen]
+        examples, short = {i: self.source.train[i] for i in (self._images[n] for n in index)}, self._short_captions
+        texts = {i: _captions(x) if short is None else short[i] for i, x in examples.items()}
+        captions = [own[(epoch + i) % len(own)] for i, own in texts.items()]
         rows, n_longer = truncate(self._encode(captions), self._max_target_len)
         if n_longer:
             self.skipped = SkippedExamples(n_cut=self.skipped.n_cut + n_longer, max_len=self._max_target_len)
-        return self._collate(self._pixels(self.source.train, [i for i, _ in chosen], epoch), rows)
+        return self._collate(self._pixels(examples, list(examples), epoch), rows)
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         """Every caption of every image."""
@@ -125,10 +130,9 @@ class CaptionTask(ImageTask):
         return [row if row[-1:] == [end] else [*row, end] for row in self.tokenizer.encode_all(texts)]
 
     def _collate(self, pixels: Tensor, rows: list[list[int]]) -> Batch:
-        pad_id = self.tokenizer.special_ids.get("pad", PAD)
-        target = self._pad(rows, pad_id, self._max_width)
         first = self.tokenizer.special_ids.get("bos", self.tokenizer.eos_id)
-        decoder_input, labels = shift_targets(F.pad(target, (1, 0), value=first), pad_id)
+        pad_id = self.tokenizer.special_ids.get("pad", PAD)
+        decoder_input, labels = self._pad_targets(rows, first, pad_id, self._max_width)
         n_tokens = len(rows) * self._n_patches + sum(len(row) + 1 for row in rows)
         return Batch((pixels, decoder_input), labels, n_tokens=n_tokens)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...config import DataConfig, ModelConfig, RunConfig
 from ...data.batching import BatchPlan, group_by_length
@@ -20,11 +21,11 @@ from ...generation.text_generation import generate
 from ...models import Model
 from ...text.chat import ANSWERS, PLAIN, ChatTemplate, EncodedChat, Message, read_template
 from ...text.processor import Processor
-from ...text.tokenizer import EOS
+from ...text.tokenizer import EOS, PAD
 from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Task
 
 _MAX_CONTEXT = 1024  # context for models with a longer one whose training context is unknown
 
@@ -37,10 +38,9 @@ class ChatTask(Task):
 
     def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
         super().__init__(config, source, processor)
-        template = self.processor.chat_template
-        if config.data.chat_template is not None:
-            template = read_template(config.data.chat_template)
-        self.processor = replace(self.processor, chat_template=PLAIN if template is None else template)
+        if self.processor.chat_template is None:  # a run stores its template; the file of a new one may change later
+            name = config.data.chat_template
+            self.processor = replace(self.processor, chat_template=PLAIN if name is None else read_template(name))
 
     @classmethod
     def data_defaults(cls, model: ModelConfig) -> DataConfig:
@@ -58,10 +58,6 @@ class ChatTask(Task):
             fields |= {"bos_id": EOS, "eos_id": EOS}
         return self.config.model.with_(max_len=self._max_width, **fields)
 
-    @property
-    def _max_width(self) -> int:
-        return max(self.config.data.max_len, self.config.model.max_len)
-
     @cached_property
     def _template(self) -> ChatTemplate:
         chat = self.processor.chat
@@ -71,17 +67,15 @@ class ChatTask(Task):
     def _encode(self, examples: Sequence[Example]) -> list[EncodedChat]:
         return [self._template.encode(messages_of(x)) for x in examples]
 
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
-        """Count the chats longer than ``data.max_len``; they are dropped or, with ``too_long=truncate``, cut."""
-        data = self.config.data
-        n_longer = sum(length > data.max_len for length in lengths)
-        if data.too_long == "truncate":
-            self.skipped = SkippedExamples(n_cut=n_longer, max_len=data.max_len)
-            return
-        if n_longer == len(lengths):
-            fault = f"every chat has more than data.max_len={data.max_len} tokens, the shortest {min(lengths):,}"
+    def _plan_to_max_len(self, lengths: NDArray[np.int64]) -> BatchPlan:
+        """Batches of chats with these lengths, (n,) or (n, 2). Chats longer than ``data.max_len`` are dropped or, with
+        ``too_long=truncate``, cut."""
+        data, cut = self.config.data, self.config.data.too_long == "truncate"
+        shortest = int(lengths.reshape(len(lengths), -1).max(1).min())
+        if shortest > data.max_len and not cut:
+            fault = f"every chat has more than data.max_len={data.max_len} tokens, the shortest {shortest:,}"
             raise ValueError(f"{fault}; data.too_long=truncate cuts their beginnings")
-        self.skipped = SkippedExamples(n_dropped=n_longer, max_len=data.max_len)
+        return self._plan_by_length(self._limit_lengths(lengths, cut), data.max_len)
 
     def _collate(self, rows: Sequence[EncodedChat]) -> Batch:
         """Tokens (B, T), with the next token as the target if it is part of an answer; long chats keep their end.
@@ -91,7 +85,7 @@ class ChatTask(Task):
         max_len = self.config.data.max_len
         ids = [row.ids[-max_len:] for row in rows]
         answers = [[token if x else IGNORE for token, x in zip(row.ids, row.is_answer, strict=True)] for row in rows]
-        tokens = self._pad(ids, self.tokenizer.pad_id if "pad" in self.tokenizer.special_ids else 0, self._max_width)
+        tokens, _ = self._pad(ids, self.tokenizer.special_ids.get("pad", PAD), self._max_width)
         targets = torch.full_like(tokens, IGNORE)
         for row, answer in enumerate(answers):
             next_tokens = answer[-max_len:][1:]
@@ -132,10 +126,7 @@ class SupervisedFineTuning(ChatTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        lengths, max_len = [len(row.ids) for row in self._encoded_rows], self.config.data.max_len
-        self._check_lengths(lengths)
-        truncates = self.config.data.too_long == "truncate"
-        return self._plan_by_length(np.minimum(lengths, max_len) if truncates else lengths, max_len)
+        return self._plan_to_max_len(np.array([len(row.ids) for row in self._encoded_rows]))
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate([self._encoded_rows[i] for i in index])

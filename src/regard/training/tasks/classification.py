@@ -34,15 +34,9 @@ from ...text.processor import Processor
 from ..loss import Batch
 from ..metrics.statistics import Statistics
 from ..precision import Precision
+from .image_task import ImageTask
 from .targets import TARGETS, Answers, Target
-from .task import (
-    MAX_TOKENIZER_TEXTS,
-    ExampleResult,
-    ImageTask,
-    Scores,
-    SkippedExamples,
-    Task,
-)
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task
 
 
 class ClassificationTask(Task):
@@ -83,6 +77,11 @@ class ClassificationTask(Task):
     def _head_fields(self) -> dict[str, Any]:
         """The fields of a model that follow from the labels."""
         return {"n_classes": self.target.n_outputs, "problem_type": self.config.data.problem_type}
+
+    @property
+    def model_config(self) -> ModelConfig:
+        sizes = {"max_len": self._max_width, **self._head_fields}
+        return self.config.model.with_(**sizes, **self._token_fields(self.tokenizer))
 
     @property
     def notes(self) -> list[str]:
@@ -195,15 +194,6 @@ class Classify(ClassificationTask):
         texts = [text for x in examples for text in (x.text, x.second) if text is not None]
         return Processor(source=self._new_tokenizer(texts), labels=self.source.labels)
 
-    @property
-    def model_config(self) -> ModelConfig:
-        sizes = {"max_len": self._max_width, **self._head_fields}
-        return self.config.model.with_(**sizes, **self._token_fields(self.tokenizer))
-
-    @property
-    def _max_width(self) -> int:
-        return max(self.config.data.max_len, self.config.model.max_len)
-
     @cached_property
     def _train(self) -> TokenFile:
         def pieces() -> Pieces:
@@ -241,13 +231,8 @@ class Classify(ClassificationTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        max_len, sizes = self.config.data.max_len, self._train.sizes
-        n_longer = int((sizes > max_len).sum())
-        if self.config.data.too_long == "drop":
-            self.skipped = SkippedExamples(n_dropped=n_longer, max_len=max_len)
-        else:
-            self.skipped, sizes = SkippedExamples(n_cut=n_longer, max_len=max_len), np.minimum(sizes, max_len)
-        return self._plan_by_length(sizes[self._epoch_rows], max_len)
+        sizes = self._limit_lengths(self._train.sizes, cut=self.config.data.too_long != "drop")
+        return self._plan_by_length(sizes[self._epoch_rows], self.config.data.max_len)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         examples = self._epoch_rows[index].tolist()
@@ -260,9 +245,8 @@ class Classify(ClassificationTask):
             yield group, self._collate([rows[i] for i in group], _labels([examples[i] for i in group]))
 
     def _collate(self, rows: list[list[int]], labels: list[Label]) -> Batch:
-        pad_id = self.tokenizer.pad_id
-        tokens = self._pad(rows, pad_id, self._max_width)
-        options = {"padding_mask": tokens != pad_id}
+        tokens, padding_mask = self._pad(rows, self.tokenizer.pad_id, self._max_width)
+        options = {"padding_mask": padding_mask}
         if self._separator is not None and self.config.model.n_segments > 1:
             options["segments"] = pair_segments(tokens, self._separator)
         return Batch((tokens,), self.target.tensor(labels), options, sum(map(len, rows)))

@@ -105,5 +105,4 @@ class ContrastTask(CaptionTask):
         return Scores(len(examples), metrics, rows, n_tokens, seconds, losses=(losses, np.ones_like(losses)))
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        hits = exact_statistics(outputs, references).each()
-        return [mean_statistics("text_recall_1", hits)]
+        return [mean_statistics("text_recall_1", exact_statistics(outputs, references).each())]

@@ -24,7 +24,7 @@ from ..loss import Batch
 from ..metrics.retrieval_metrics import rank_statistics, ranks_of, retrieval_metrics
 from ..metrics.statistics import Statistics
 from ..precision import Precision
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, SkippedExamples, Task
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task
 
 
 class Embed(Task):
@@ -52,9 +52,8 @@ class Embed(Task):
     def model_config(self) -> ModelConfig:
         model, data = self.config.model, self.config.data
         default = "last" if model.architecture == "decoder" else "mean"
-        sizes = {"max_len": max(data.max_len, model.max_len), "embed_len": data.max_len}
-        fields = {"embed_pooling": model.embed_pooling or default, **sizes}
-        return model.with_(**fields, **self._token_fields(self.tokenizer))
+        fields = {"embed_pooling": model.embed_pooling or default, "embed_len": data.max_len}
+        return model.with_(max_len=self._max_width, **fields, **self._token_fields(self.tokenizer))
 
     @cached_property
     def _final_config(self) -> ModelConfig:
@@ -79,14 +78,9 @@ class Embed(Task):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        lengths, max_len = np.stack([side.sizes for side in self._train], axis=1), self.config.data.max_len
-        n_longer = int(np.any(lengths > max_len, axis=1).sum())
-        if self.config.data.too_long == "drop":
-            self.skipped = SkippedExamples(n_dropped=n_longer, max_len=max_len)
-        else:
-            self.skipped = SkippedExamples(n_cut=n_longer, max_len=max_len)
-            lengths = np.minimum(lengths, max_len)
-        return self._plan_by_length(lengths, max_len)
+        lengths = np.stack([side.sizes for side in self._train], axis=1)
+        lengths = self._limit_lengths(lengths, cut=self.config.data.too_long != "drop")
+        return self._plan_by_length(lengths, self.config.data.max_len)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate([[side.document(i) for i in index] for side in self._train])
@@ -101,17 +95,22 @@ class Embed(Task):
 
     def _collate(self, sides: list[list[list[int]]]) -> Batch:
         rows = truncate([row for side in sides for row in side], self.config.data.max_len)[0]
-        tokens = self._pad(rows, self.tokenizer.pad_id, self._final_config.max_len)
+        tokens, padding_mask = self._pad(rows, self.tokenizer.pad_id, self._max_width)
         numbers: dict[tuple[int, ...], int] = {}
         targets = torch.tensor([numbers.setdefault(tuple(row), len(numbers)) for row in rows])
-        options = {"padding_mask": tokens != self.tokenizer.pad_id}
-        return Batch((tokens,), targets, options, sum(map(len, rows)), n_counted=len(sides[0]))
+        n_tokens = sum(map(len, rows))
+        return Batch((tokens,), targets, {"padding_mask": padding_mask}, n_tokens, n_counted=len(sides[0]))
 
     def loss(  # a method, because τ is part of the config
         self, model: Model, batch: Batch, smoothing: float = 0.0, reference: Model | None = None
     ) -> Tensor:
-        """The sum of the loss over the anchors of a batch."""
-        return F.cross_entropy(*self._scores(model, batch), label_smoothing=smoothing, reduction="sum")
+        """The sum of the loss over the anchors of a batch; smoothing spreads over the candidates that are compared."""
+        scores, positives = self._scores(model, batch)
+        if not smoothing:
+            return F.cross_entropy(scores, positives, reduction="sum")
+        log_p, compared = scores.log_softmax(-1), scores > float("-inf")
+        mean = torch.where(compared, log_p, 0.0).sum(1) / compared.sum(1)
+        return -((1 - smoothing) * log_p.gather(1, positives[:, None])[:, 0] + smoothing * mean).sum()
 
     def _scores(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
         """Cosine / τ of anchors and candidates (B, C), -inf for repetitions of a positive; and the positives (B,)."""
@@ -140,13 +139,10 @@ class Embed(Task):
             n_tokens += batch.n_tokens
         return sides, n_tokens
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """Retrieval metrics: how often the positive is the nearest text. ``beam`` does not apply."""
-        return self._answers_of_score(model, examples)
+    answers = Task._answers_of_score
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
+        """Retrieval metrics: how often the positive is the nearest text."""
         start = time.perf_counter()
         (anchors, positives, *negatives), n_tokens = self._vectors(model, examples, precision)
         seconds, texts = time.perf_counter() - start, [sides_of(x) for x in examples]

@@ -81,7 +81,7 @@ class TextTask(Task):
         if self.tokenizer.is_native:  # a foreign model keeps its special tokens even if they are not used here
             end = EOS if self._separates_documents else None
             fields |= {"bos_id": end, "eos_id": end}
-        return self.config.model.with_(max_len=max(self.context, self.config.model.max_len), **fields)
+        return self.config.model.with_(max_len=self._max_width, **fields)
 
     @property
     def _separates_documents(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -25,7 +26,7 @@ from ..loss import Batch
 from ..metrics.statistics import Statistics, mean_statistics
 from ..precision import Precision
 from .chat_tuning import ChatTask
-from .task import ExampleResult, Scores
+from .task import ExampleResult, Scores, Task
 
 
 class DirectPreferenceOptimisation(ChatTask):
@@ -64,11 +65,7 @@ class DirectPreferenceOptimisation(ChatTask):
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        max_len = self.config.data.max_len
-        lengths = np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows])
-        self._check_lengths(lengths.max(1).tolist())
-        truncates = self.config.data.too_long == "truncate"
-        return self._plan_by_length(np.minimum(lengths, max_len) if truncates else lengths, max_len)
+        return self._plan_to_max_len(np.array([[len(x.ids) for x in pair] for pair in self._encoded_rows]))
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
         return self._collate_pairs([self._encoded_rows[i] for i in index])
@@ -128,16 +125,13 @@ class DirectPreferenceOptimisation(ChatTask):
 
     # Evaluation.
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """How often the chosen answer has the higher reward, and by how much. ``beam`` does not apply.
+    answers = Task._answers_of_score
+
+    def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
+        """How often the chosen answer has the higher reward, and by how much.
 
         The output of a row is the answer with the higher reward; its score is σ(difference of rewards).
         """
-        return self._answers_of_score(model, examples)
-
-    def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         reference = self.reference_model(model)
         rewards, n_tokens, start = np.zeros((len(examples), 2)), 0, time.perf_counter()
         for index, batch in self.valid_groups(examples):
@@ -147,12 +141,11 @@ class DirectPreferenceOptimisation(ChatTask):
             n_tokens += batch.n_tokens
         seconds, margin = time.perf_counter() - start, rewards[:, 0] - rewards[:, 1]
         losses = np.logaddexp(0.0, -margin)
-        rows = []
-        for example, difference, loss in zip(cast(Sequence[Preference], examples), margin, losses, strict=True):
-            preferred = example.chosen if difference > 0 else example.rejected
-            rows.append(
-                ExampleResult(str(key_of(example)), example.chosen, preferred, float(np.exp(-loss)), float(loss))
-            )
+        each = zip(cast(Sequence[Preference], examples), margin.tolist(), losses.tolist(), strict=True)
+        rows = [
+            ExampleResult(str(key_of(x)), x.chosen, x.chosen if difference > 0 else x.rejected, math.exp(-loss), loss)
+            for x, difference, loss in each
+        ]
         metrics = {
             "loss": self.check_finite(float(losses.mean())),
             "accuracy": float((margin > 0).mean()),
@@ -163,8 +156,7 @@ class DirectPreferenceOptimisation(ChatTask):
         return Scores(len(rows), metrics, rows, n_tokens, seconds, losses=(losses, np.ones(len(rows), dtype=np.int64)))
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        hits = [output == chosen for output, chosen in zip(outputs, references, strict=True)]
-        return [mean_statistics("accuracy", np.array(hits, dtype=np.float64))]
+        return [mean_statistics("accuracy", [a == b for a, b in zip(outputs, references, strict=True)])]
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
         """The model's answers to the first held-out prompts, next to the chosen answers."""

@@ -7,8 +7,6 @@ from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from ...data.batching import BatchPlan, group_by_length, truncate
 from ...data.examples import Example, Question
@@ -18,7 +16,7 @@ from ...generation.fused_answers import question_with_passage
 from ...generation.generate import generate
 from ...models import Model
 from ...text.processor import Processor
-from ..loss import Batch, shift_targets
+from ..loss import Batch
 from ..metrics.retrieval_metrics import answer_exactness, answer_f1, exactness_statistics
 from ..metrics.statistics import Statistics
 from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples
@@ -105,13 +103,12 @@ class AnswerQuestions(Translate):
         n_passages = max(map(len, sources))
         rows = truncate([row for each in sources for row in (*each, *[[]] * (n_passages - len(each)))], data.max_len)[0]
         max_source, max_target = self._max_lengths
-        source = self._pad(rows, pad_id, max_source).unflatten(0, (len(sources), n_passages))
-        lengths = torch.tensor([len(row) for row in rows]).view(len(sources), n_passages, 1)
-        padding_mask = torch.arange(source.shape[2]) < lengths
+        padded = self._pad(rows, pad_id, max_source)
+        source, padding_mask = (x.unflatten(0, (len(sources), n_passages)) for x in padded)  # (B, P, S)
         targets = truncate(targets, data.max_target_len or data.max_len)[0]
-        target = self._pad([row[1:] for row in targets], self._target.pad_id, max_target)
-        decoder_input, labels = shift_targets(F.pad(target, (1, 0), value=targets[0][0]), self._target.pad_id)
-        n_tokens = int(lengths.sum()) + sum(map(len, targets))
+        without_bos = [row[1:] for row in targets]
+        decoder_input, labels = self._pad_targets(without_bos, targets[0][0], self._target.pad_id, max_target)
+        n_tokens = sum(map(len, rows)) + sum(map(len, targets))
         return Batch((source, decoder_input), labels, {"source_padding_mask": padding_mask}, n_tokens)
 
     def answers(

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from ...config import ModelConfig, RunConfig
+from ...config import RunConfig
 from ...data.batching import BatchPlan, group_by_length, truncate
 from ...data.examples import Example, Label, Tagged
 from ...data.packing import IGNORE
@@ -23,13 +24,7 @@ from ..metrics import label_metrics
 from ..metrics.statistics import Statistics
 from ..precision import Precision
 from .classification import ClassificationTask
-from .task import (
-    MAX_TOKENIZER_TEXTS,
-    ExampleResult,
-    Scores,
-    SkippedExamples,
-    Task,
-)
+from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task
 
 Row = tuple[list[int], list[int]]  # token ids of a sentence, and the position of each word's first token (-1: cut off)
 
@@ -62,69 +57,66 @@ class Tag(ClassificationTask):
         texts = [cast(Tagged, x).text for x in self.first(self.source.train, MAX_TOKENIZER_TEXTS)]
         return Processor(source=self._new_tokenizer(texts), labels=self.source.labels)
 
-    @property
-    def model_config(self) -> ModelConfig:
-        sizes = {"n_classes": len(self.labels), "max_len": self._max_width}
-        return self.config.model.with_(**sizes, **self._token_fields(self.tokenizer))
-
-    @property
-    def _max_width(self) -> int:
-        return max(self.config.data.max_len, self.config.model.max_len)
-
     def _training_labels(self) -> list[Label]:
         return [tag for x in self.source.train for tag in cast(Tagged, x).tags]
 
-    def _encode(self, examples: Sequence[Example]) -> tuple[list[Row], int]:
-        """Rows of at most max_len tokens, and how many sentences were longer."""
-        encoded = [self.tokenizer.encode_words(cast(Tagged, x).words) for x in examples]
-        cut, n_longer = truncate([ids for ids, _ in encoded], self.config.data.max_len)
-        rows = zip(cut, encoded, strict=True)
-        return [(ids, [p if p < len(ids) - 1 else -1 for p in first]) for ids, (_, first) in rows], n_longer
+    def _encode(self, examples: Sequence[Example]) -> tuple[list[Row], NDArray[np.int64]]:
+        """Rows of at most max_len tokens, and the number of tokens of each whole sentence."""
+        max_len = self.config.data.max_len
+        rows: list[Row] = []
+        lengths: list[int] = []
+        for example in examples:
+            ids, first = self.tokenizer.encode_words(cast(Tagged, example).words)
+            lengths.append(len(ids))
+            if len(ids) > max_len:  # the last token of a row that is cut ends the text
+                ids, first = truncate([ids], max_len)[0][0], [p if p < max_len - 1 else -1 for p in first]
+            rows.append((ids, first))
+        return rows, np.array(lengths)
 
     @cached_property
-    def _encoded_rows(self) -> list[Row]:
-        rows, n_longer = self._encode(self.source.train)
-        self.skipped = SkippedExamples(n_cut=n_longer, max_len=self.config.data.max_len)
-        return rows
+    def _encoded_rows(self) -> tuple[list[Row], NDArray[np.int64]]:
+        return self._encode(self.source.train)
 
     @cached_property
     def batch_plan(self) -> BatchPlan:
-        return self._plan_by_length([len(ids) for ids, _ in self._encoded_rows], self.config.data.max_len)
+        lengths = self._limit_lengths(self._encoded_rows[1], cut=self.config.data.too_long != "drop")
+        return self._plan_by_length(lengths, self.config.data.max_len)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
-        hidden = self._hide_tokens([self._encoded_rows[i][0] for i in index], epoch, index)
-        rows = [(ids, self._encoded_rows[i][1]) for ids, i in zip(hidden, index, strict=True)]
-        return self._collate(rows, [self.source.train[i] for i in index])
+        rows, _ = self._encoded_rows
+        hidden = self._hide_tokens([rows[i][0] for i in index], epoch, index)
+        chosen = [(ids, rows[i][1]) for ids, i in zip(hidden, index, strict=True)]
+        return self._collate(chosen, [self.source.train[i] for i in index])
 
     def valid_groups(self, examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
-        rows, self.n_held_out_cut = self._encode(examples)
-        return self._groups(rows, examples)
+        return self._groups(self._held_out_rows(examples), examples)
+
+    def _held_out_rows(self, examples: Sequence[Example]) -> list[Row]:
+        rows, lengths = self._encode(examples)
+        self.n_held_out_cut = int((lengths > self.config.data.max_len).sum())
+        return rows
 
     def _groups(self, rows: list[Row], examples: Sequence[Example]) -> Iterator[tuple[list[int], Batch]]:
         for group in group_by_length([len(ids) for ids, _ in rows], max(self.config.train.batch_tokens, 16384)):
             yield group, self._collate([rows[i] for i in group], [examples[i] for i in group])
 
     def _collate(self, rows: list[Row], examples: Sequence[Example]) -> Batch:
-        pad_id = self.tokenizer.pad_id
-        tokens = self._pad([ids for ids, _ in rows], pad_id, self._max_width)
+        tokens, padding_mask = self._pad([ids for ids, _ in rows], self.tokenizer.pad_id, self._max_width)
         targets = torch.full_like(tokens, IGNORE)
         for row, ((_, first), example) in enumerate(zip(rows, examples, strict=True)):
             for position, tag in zip(first, cast(Tagged, example).tags, strict=True):
                 if position >= 0:
                     targets[row, position] = tag
-        return Batch((tokens,), targets, {"padding_mask": tokens != pad_id}, sum(len(ids) for ids, _ in rows))
+        return Batch((tokens,), targets, {"padding_mask": padding_mask}, sum(len(ids) for ids, _ in rows))
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """The score of a row is the share of words with the correct tag. ``beam`` does not apply."""
-        return self._answers_of_score(model, examples)
+    answers = Task._answers_of_score
 
     @torch.no_grad()
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
-        """The loss and the tags of every sentence. Words beyond ``data.max_len`` are tagged O."""
+        """The loss and the tags of every sentence; the score of a row is the share of words with the correct tag.
+        Words beyond ``data.max_len`` are tagged O."""
         outside = self.labels.index("O") if "O" in self.labels else 0
-        tagged, (rows, self.n_held_out_cut) = cast(Sequence[Tagged], examples), self._encode(examples)
+        tagged, rows = cast(Sequence[Tagged], examples), self._held_out_rows(examples)
         sums, counts = np.zeros(len(tagged)), np.zeros(len(tagged), dtype=np.int64)
         outputs: list[list[str]] = [[] for _ in tagged]
         n_tokens, start = 0, time.perf_counter()

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,9 +22,8 @@ from ...config.data_config import TokenizerKind
 from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
 from ...data.example_files import ExampleFile
-from ...data.examples import Chat, Example, ImageExample, Labelled, Pair, Preference, Question, Tagged, Text, Triplet
+from ...data.examples import Chat, Example, ImageExample, Preference, Text, key_of
 from ...data.hashing import stable_key, uniform
-from ...data.images import has_colours, image_batch
 from ...data.packing import IGNORE
 from ...data.source_cache import LARGE
 from ...data.sources import Source
@@ -34,12 +34,11 @@ from ...foundation.files import cache_folder
 from ...foundation.progress import track
 from ...generation.generate import inference
 from ...models import Model
-from ...text.image_processor import ImageProcessor
 from ...text.processor import Processor
 from ...text.sentencepiece_model import load_tokenizer
 from ...text.tokenizer import PAD, Tokenizer
 from ...text.tokenizer_training import TOKENIZER_KINDS, Template, cached_tokenizer, first_texts, train_tokenizer
-from ..loss import Batch, batch_loss, token_losses
+from ..loss import Batch, batch_loss, shift_targets, token_losses
 from ..metrics.language_metrics import TextLosses, loss_statistics, perplexity
 from ..metrics.statistics import Statistics
 from ..precision import Precision
@@ -254,7 +253,7 @@ class Task(ABC):
         return {}, []
 
     def _answers_of_score(
-        self, model: Model, examples: Sequence[Example]
+        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
         """``answers`` of a task that generates no text: the metrics of ``score`` in fp32 without the loss."""
         if not examples:
@@ -346,19 +345,13 @@ class Task(ABC):
         """A held-out example as an argument of ``command``: a text, or an image file."""
         example = next(iter(self.first(self.source.valid or self.source.train, 1)))
         match example:
-            case (
-                Pair(source=text)
-                | Labelled(text=text)
-                | Tagged(text=text)
-                | Triplet(anchor=text)
-                | Question(question=text)
-            ):
-                return text
             case Text(text=text):
                 return " ".join(text.split()[:4])
             case Chat() | Preference():
                 return example.prompt[-1][1]
-        return str(example.image) if isinstance(example.image, Path) else "IMAGE.png"
+            case ImageExample(image=image):
+                return str(image) if isinstance(image, Path) else "IMAGE.png"
+        return str(key_of(example))
 
     # Helpers for subclasses.
 
@@ -409,11 +402,22 @@ class Task(ABC):
         """The training examples in order, with a progress bar."""
         return track(self.source.train, f"tokenising {name}", len(self.source.train), lambda example: 1)
 
+    @property
+    def _max_width(self) -> int:
+        """The largest number of tokens in a row of a batch."""
+        return max(self.config.data.max_len, self.config.model.max_len)
+
+    def _limit_lengths(self, lengths: NDArray[np.int64], cut: bool) -> NDArray[np.int64]:
+        """The lengths of training examples (n,) or (n, sides), at most ``data.max_len`` if longer ones are ``cut``;
+        ``skipped`` counts those that are cut or, if not, dropped by a plan with this limit."""
+        max_len = self.config.data.max_len
+        n_longer = int((lengths.reshape(len(lengths), -1).max(1) > max_len).sum())
+        self.skipped = SkippedExamples(n_longer * (not cut), n_longer * cut, max_len)
+        return np.minimum(lengths, max_len) if cut else lengths
+
     def _plan_by_length(self, lengths: Any, max_len: int | None = None) -> BatchPlan:
         train = self.config.train
-        return BatchPlan(
-            lengths, train.batch_tokens, seed=train.seed, max_len=max_len, shuffle=True, max_examples=train.batch_size
-        )
+        return BatchPlan(lengths, train.batch_tokens, seed=train.seed, max_len=max_len, max_examples=train.batch_size)
 
     def _rows_per_batch(self, tokens_per_row: int) -> int:
         """The number of rows of equal length that batch_tokens and batch_size allow."""
@@ -424,8 +428,9 @@ class Task(ABC):
     def _plan_by_rows(self, n_rows: int, tokens_per_row: int) -> BatchPlan:
         return BatchPlan.by_examples(n_rows, self._rows_per_batch(tokens_per_row), seed=self.config.train.seed)
 
-    def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> torch.Tensor:
-        """Tokens (B, T), with T rounded up to a multiple for fewer distinct shapes, but not beyond ``max_width``.
+    def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> tuple[Tensor, Tensor]:
+        """Tokens and a padding mask (B, T), with T rounded up to a multiple for fewer distinct shapes, but not beyond
+        ``max_width``. The mask goes by lengths, since some models pad with a token that also occurs in texts.
 
         A GPU computes eight columns as fast as one; on a CPU every column costs time.
         """
@@ -433,7 +438,15 @@ class Task(ABC):
         multiple = 2 if device == "cpu" or (device == "auto" and not torch.cuda.is_available()) else 8
         longest = max(map(len, rows))
         width = max(longest, min(-(-longest // multiple) * multiple, max_width))
-        return pad([*rows, [pad_id] * width], pad_id)[:-1]
+        return pad(rows, pad_id, width), torch.arange(width) < torch.tensor([len(row) for row in rows])[:, None]
+
+    def _pad_targets(
+        self, rows: Sequence[Sequence[int]], first: int, pad_id: int, max_width: int
+    ) -> tuple[Tensor, Tensor]:
+        """The decoder input, which begins with the token ``first``, and the targets, each (B, T)."""
+        tokens, _ = self._pad(rows, IGNORE, max_width)
+        decoder_input, targets = shift_targets(F.pad(tokens, (1, 0), value=first), IGNORE)
+        return decoder_input.masked_fill(decoder_input == IGNORE, pad_id), targets
 
     def _hide_tokens(self, rows: list[list[int]], epoch: int, index: Sequence[int]) -> list[list[int]]:
         """Training rows with a share ``data.hide_rate`` of their tokens masked (Gal & Ghahramani 2016), except special
@@ -448,47 +461,3 @@ class Task(ABC):
             pairs = zip(row, hidden, strict=True)
             out.append([mask_id if is_hidden and token not in special else token for token, is_hidden in pairs])
         return out
-
-
-class ImageTask(Task):
-    """A task whose models read images; each patch is a token."""
-
-    processor_parts: ClassVar[tuple[str, ...]] = ("image",)
-
-    @classmethod
-    def complete_config(cls, config: RunConfig, source: Source) -> RunConfig:
-        """The config with three channels if data.channels=auto and one of the first 200 images has colours."""
-        config = super().complete_config(config, source)
-        if config.data.channels != "auto":
-            return config
-        model, data = config.model, config.data.with_(channels="model")
-        images = (cast(ImageExample, source.train[index]).image for index in range(min(len(source.train), 200)))
-        if model.n_channels < 3 and config.train.init is None and any(map(has_colours, images)):
-            model = model.with_(n_channels=3)
-        return config.with_(model=model, data=data)
-
-    def _new_image_processor(self) -> ImageProcessor:
-        model, half = self.config.model, (0.5,) * self.config.model.n_channels
-        return ImageProcessor((model.image_size, model.image_size), half, half)
-
-    @property
-    def _n_patches(self) -> int:
-        return (self.config.model.image_size // self.config.model.patch_size) ** 2
-
-    def _pixels(self, examples: Sequence[Example], index: Sequence[int], epoch: int | None = None) -> Tensor:
-        """Pixels (B, C, H, W) of the images at ``index``, normalised and, with an ``epoch``, augmented for training."""
-        model, data, image = self.config.model, self.config.data, self.processor.image
-        assert image is not None
-        shift, flip = (0, False) if epoch is None else (data.shift, data.flip)
-        return image_batch(
-            cast(Sequence[ImageExample], examples),
-            index,
-            size=model.image_size,
-            channels=model.n_channels,
-            mean=image.mean,
-            std=image.std,
-            shift=shift,
-            flip=flip,
-            seed=self.config.train.seed,
-            epoch=epoch or 0,
-        )

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import numpy as np
-import torch.nn.functional as F
 
 from ...config import Kind, ModelConfig, RunConfig
 from ...data.batching import BatchPlan, group_by_length, truncate
@@ -21,7 +20,7 @@ from ...generation.prompts import default_output_length
 from ...models import Model
 from ...text.processor import Processor
 from ...text.tokenizer import Tokenizer
-from ..loss import Batch, shift_targets
+from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
 from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task
@@ -140,8 +139,7 @@ class Translate(Task):
     @property
     def _max_lengths(self) -> tuple[int, int]:
         """The numbers of tokens that the encoder and the decoder have positions for."""
-        max_len = max(self.config.data.max_len, self.config.model.max_len)
-        return max_len, self.config.model.max_target_len or max_len
+        return self._max_width, self.config.model.max_target_len or self._max_width
 
     def _collate(self, sources: list[list[int]], targets: list[list[int]]) -> Batch:
         data = self.config.data
@@ -149,12 +147,12 @@ class Translate(Task):
             sources = truncate(sources, data.max_len)[0]
             targets = truncate(targets, data.max_target_len or data.max_len)[0]
         max_source, max_target = self._max_lengths
-        source = self._pad(sources, self._source.pad_id, max_source)
+        source, padding_mask = self._pad(sources, self._source.pad_id, max_source)
         # Padded without <bos>: the decoder reads all but the last token, so this is its width.
-        target = self._pad([row[1:] for row in targets], self._target.pad_id, max_target)
-        decoder_input, labels = shift_targets(F.pad(target, (1, 0), value=targets[0][0]), self._target.pad_id)
+        without_bos = [row[1:] for row in targets]
+        decoder_input, labels = self._pad_targets(without_bos, targets[0][0], self._target.pad_id, max_target)
         n_tokens = sum(map(len, sources)) + sum(map(len, targets))
-        return Batch((source, decoder_input), labels, {"source_padding_mask": source != self._source.pad_id}, n_tokens)
+        return Batch((source, decoder_input), labels, {"source_padding_mask": padding_mask}, n_tokens)
 
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
@@ -174,7 +172,7 @@ class Translate(Task):
 
     def translate(self, model: Model, texts: Sequence[str], *, beam: int, length_penalty: float = 1.0) -> list[str]:
         """The translations of the model, generated in groups of texts of similar length."""
-        ids = [row[: model.config.max_len] for row in encode_with_end(self._source, texts)]
+        ids, _ = truncate(list(encode_with_end(self._source, texts)), model.config.max_len)
         outputs = [""] * len(ids)
         for group in group_by_length([len(row) for row in ids], max(512, 16384 // beam)):
             limit = default_output_length(model.config, max(len(ids[i]) for i in group), multiple=1)
