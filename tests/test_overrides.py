@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from regard.config import DataConfig, ModelConfig, TrainConfig
@@ -175,6 +175,7 @@ def test_any_text_is_a_source(text: str) -> None:
 
 
 @given(st.sampled_from(FIELDS), st.text())
+@example(("train", "freeze"), " ")
 def test_no_value_gets_past_as_something_else(field: tuple[str, str], text: str) -> None:
     word = f"{field[0]}.{field[1]}={text}"
     try:

@@ -146,7 +146,7 @@ def _parse_text(annotation: Any, text: str, word: str) -> Any:
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{word}: {text[:80]} is not JSON: {error}") from None
     if is_tuple and text not in choices:
-        return tuple(part.strip() for part in text.split(",")) if text else ()
+        return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
     return choices.get(text, text)
 
 
