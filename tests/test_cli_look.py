@@ -116,6 +116,7 @@ def test_the_score_comes_with_a_table_and_as_a_document(
         (["lm", "--score"], 1, "a score needs cross-attention"),
         (["translator", "the cat", "--score"], 2, "leave out the text"),
         (["lm", "the cat", "--compare", "other", "--out", "x.png"], 2, "leave out --out and --top"),
+        (["lm", "the cat", "--history", "--top", "2"], 2, "leave out --score, --compare and --top"),
         (
             ["lm", "the cat", "--device", "cuda"],
             2,

@@ -51,6 +51,8 @@ def look(
     """Show a model's attention. A language model reads TEXT (and continues it, with --beam or --max-new-tokens); a
     translator or captioner generates its own output unless --target gives one."""
     if history:
+        if score or compare is not None or top is not None:
+            raise UsageError("--history prints scores over checkpoints: leave out --score, --compare and --top")
         _print_history(model, what, target, kind, out, device, as_json)
         return
     if what is None and not score:
