@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -142,16 +143,20 @@ def test_an_internal_error_in_a_stream_is_in_the_log(
     body = {"model": "speaker", "prompt": TEXT, "max_tokens": 30, "temperature": 0, "logit_bias": {"2": -100}}
     ask(api, "completions", **body)
     slots = api.scheduler("speaker").batches.slots[1]
-    decode, n_steps = slots.decode, itertools.count()
+    decode, n_steps, has_received = slots.decode, itertools.count(), threading.Event()
 
     def fail_later(tokens: torch.Tensor) -> torch.Tensor:
-        if next(n_steps) > 3:
+        if next(n_steps) > 3 and has_received.wait(60):  # an error before the first event is a status, not an event
             raise RuntimeError("the device is lost")
         return decode(tokens)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(slots, "decode", fail_later)
-    text = httpx.post(f"{api.url}/v1/completions", json=body | {"stream": True}, timeout=60).text
-    *_, error, end = text.strip().split("\n\n")
+    lines = []
+    with httpx.stream("POST", f"{api.url}/v1/completions", json=body | {"stream": True}, timeout=60) as response:
+        for line in response.iter_lines():
+            has_received.set()
+            lines.append(line)
+    *_, error, end = filter(None, lines)
     assert end == "data: [DONE]"
     assert "internal error (RuntimeError); see the server's log" in error
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]

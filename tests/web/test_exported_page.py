@@ -34,7 +34,7 @@ def folder(translator: regard.Model, tmp_path_factory: pytest.TempPathFactory) -
 def test_a_first_visit_and_one_without_a_network(browser: Any, translator: regard.Model, folder: Path) -> None:
     seen = visit_page(browser, folder, TEXTS)
     assert seen.texts == regard.translate(translator, list(TEXTS), beam=1)
-    assert (seen.complaints, seen.strangers) == ([], [])
+    assert (seen.console_errors, seen.other_hosts) == ([], [])
     on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     assert 0.9 * on_disk < seen.sent < on_disk, "every file once; licences, certificate and manifest are not asked for"
 

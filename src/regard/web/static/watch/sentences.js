@@ -21,14 +21,17 @@ export function expectation({ task, causal, positions, lr, scaled, n_layers, n_h
   return `watch.expect.${found?.[1] ?? "default"}`;
 }
 
-/** Sentences as [key, values]: the progress, the head with the right pattern, and the previous run at this step. */
+/** Sentences as [key, values]: the progress, the head with the right pattern, and the previous run at this step or at its last. */
 export function whatHappened({ step, loss, accuracy, patterns }, { causal }, previous) {
   if (!step) return [["watch.saw.start", {}]];
   const state = loss < 0.5 && !causal && accuracy < 0.9 ? "cheated" : accuracy >= 0.9 ? "learned" : loss > 0.8 * GUESS ? "guessing" : "learning";
   const out = [[`watch.saw.${state}`, { n: step, loss: loss.toFixed(3), accuracy: percent(accuracy) }]];
   const best = patterns.flatMap((heads, l) => heads.map(({ source }, h) => ({ l: l + 1, h: h + 1, source }))).reduce((a, b) => (b.source > a.source ? b : a));
   if (best.source >= 0.35) out.push(["watch.saw.head", { ...best, w: percent(best.source) }]);
-  if (previous && previous.length >= step) out.push(["watch.saw.before", { loss: meanBefore(previous, step).toFixed(3) }]);
+  if (previous) {
+    const n = Math.min(step, previous.length);
+    out.push([`watch.saw.${n < step ? "ended" : "before"}`, { n, loss: meanBefore(previous, n).toFixed(3) }]);
+  }
   return out;
 }
 

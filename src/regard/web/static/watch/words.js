@@ -60,5 +60,6 @@ export const WATCH_WORDS = {
   "watch.saw.cheated": ["after {n} steps the loss is {loss}, and yet only {accuracy} of the unseen words are right: it has learned to look ahead.", "{n}스텝 뒤 손실은 {loss}인데 처음 보는 단어 정답은 {accuracy}뿐입니다. 앞으로 나올 글자를 보는 법을 배운 것입니다."],
   "watch.saw.head": [" Layer {l}, head {h} has {w} of its weight on the letter to write.", " {l}층 헤드 {h}에서는 가중치의 {w}가 쓸 글자에 놓입니다."],
   "watch.saw.before": [" The previous run was at {loss} then.", " 직전 실행은 이때 {loss}였습니다."],
+  "watch.saw.ended": [" The previous run was at {loss} when it ended, after {n} steps.", " 직전 실행은 {n}스텝에서 끝났고, 그때 {loss}였습니다."],
   "watch.keys": ["Keys: space to play and pause, s for one step, r to restart.", "단축키: 스페이스는 시작과 멈춤, s는 한 스텝, r은 처음부터."],
 };
