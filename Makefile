@@ -20,10 +20,8 @@ SUDO   := $(shell [ $$(id -u) -eq 0 ] || command -v sudo)
 # Compiled once, also where somebody switched that off: else every process of a test compiles the package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Workers of one thread, twice as many as cores, because a third of their time they wait for browsers, servers and other
-# processes. Tests marked `serial` get the machine to themselves afterwards.
-WORKERS := $(shell expr $(CORES) \* 2)
-PYTEST_PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(WORKERS) --dist worksteal
+# One worker of one thread for each core; tests marked `serial` get the machine to themselves afterwards.
+PYTEST_PARALLEL := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n $(CORES) --dist worksteal
 PYTEST_SERIAL   := OMP_NUM_THREADS=$(CORES) MKL_NUM_THREADS=$(CORES) $(BIN)/pytest -q
 
 .PHONY: help install browser test check notebooks docs lint types format demo bench faults trust weaknesses lock sbom wheel clean
