@@ -3,42 +3,84 @@
     python benchmarks/electra.py OUT [--steps 600] [--width 128] [--layers 3] [--vocab 4096] [--seeds 0 1 2]
 
 Both train the same encoder on `stdlib`; ELECTRA has fewer steps, because its generator takes time too. Then each, and
-an encoder with random weights, is tuned on few labelled texts: six lines and the module they come from, one of 16 of
-the standard library; other lines of the same modules are held out. Prints a table, and writes OUT/electra.json.
+an encoder with random weights, is fine-tuned on few lines of Python to tag every word with its role (function, method,
+attribute, parameter, variable, …); the held-out lines come from other modules. Prints a table, and writes
+OUT/electra.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
+import io
 import json
 import statistics
 import sysconfig
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import regard
 from regard.recipes import run_config
 
 SMALL = ("train.device=cpu", "train.samples=0", "train.eval_every=0")
-LENGTH, N_MODULES, N_LINES = 64, 16, 6
+LENGTH = 64
 
 
-def write_labels(out: Path, n_train: int) -> tuple[Path, Path]:
-    """Passages of the largest modules, comments and docstrings included; every third is held out."""
+def write_tags(out: Path, n_train: int, n_valid: int = 1000) -> tuple[Path, Path]:
+    """Lines of code as CoNLL files, each word with its role; the modules of the two files differ."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(folder.glob("*.py"), key=lambda file: (-file.stat().st_size, file.name))[:N_MODULES]
-    rows: dict[str, list[str]] = {"train": [], "valid": []}
-    for file in files:
-        text = file.read_text(encoding="utf-8", errors="ignore")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        texts = [" ".join(lines[at : at + N_LINES]).replace("\t", " ") for at in range(0, len(lines), N_LINES)]
-        texts = sorted((x for x in texts if len(x) > 40), key=lambda text: hashlib.sha256(text.encode()).hexdigest())
-        rows["valid"] += [f"{text}\t{file.stem}\n" for text in texts[:40]]
-        rows["train"] += [f"{text}\t{file.stem}\n" for text in texts[40 : 40 + n_train]]
-    paths = out / "train.tsv", out / "valid.tsv"
-    for path, name in zip(paths, rows, strict=True):
-        path.write_text("".join(rows[name]), encoding="utf-8")
-    return paths
+    files = sorted(folder.glob("*.py"), key=lambda file: hashlib.sha256(file.name.encode()).hexdigest())
+    paths = []
+    for name, some, n_lines in (("train", files[::2], n_train), ("valid", files[1::2], n_valid)):
+        lines = [line for file in some for line in tag_lines(file.read_text(encoding="utf-8", errors="ignore"))]
+        lines.sort(key=lambda line: hashlib.sha256(line.encode()).hexdigest())
+        paths.append(out / f"{name}.conll")
+        paths[-1].write_text("\n".join(lines[:n_lines]), encoding="utf-8")
+    return paths[0], paths[1]
+
+
+def tag_lines(source: str) -> list[str]:
+    """The logical lines of a module that hold a name, one word and its role per row."""
+    roles: dict[tuple[int, int], str] = {}
+    for node in ast.walk(ast.parse(source)):
+        for place, role in find_roles(node):
+            roles.setdefault(place, role)  # a call comes before the name that it calls
+    lines: list[str] = []
+    rows: list[str] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NEWLINE:
+            if len(rows) > 3 and any(not row.endswith(" O\n") for row in rows):
+                lines.append("".join(rows))
+            rows = []
+        elif token.string.strip() and not any(x.isspace() for x in token.string):
+            line = token.line.encode()[: len(token.line[: token.start[1]].encode())]  # ast counts bytes
+            rows.append(f"{token.string} {roles.get((token.start[0], len(line)), 'O')}\n")
+    return lines
+
+
+def find_roles(node: ast.AST) -> Iterator[tuple[tuple[int, int], str]]:
+    """The places (line, byte) of the names in a node, and what each is there."""
+    match node:
+        case ast.Call(func=ast.Name() as name):
+            yield (name.lineno, name.col_offset), "function"
+        case ast.Call(func=ast.Attribute(end_lineno=int(line), end_col_offset=int(end), attr=attr)):
+            yield (line, end - len(attr.encode())), "method"
+        case ast.Attribute(end_lineno=int(line), end_col_offset=int(end), attr=attr):
+            yield (line, end - len(attr.encode())), "attribute"
+        case ast.Name(ctx=ast.Store()):
+            yield (node.lineno, node.col_offset), "assigned"
+        case ast.Name():
+            yield (node.lineno, node.col_offset), "variable"
+        case ast.arg():
+            yield (node.lineno, node.col_offset), "parameter"
+        case ast.keyword(arg=str()):
+            yield (node.lineno, node.col_offset), "keyword"
+        case ast.FunctionDef():
+            yield (node.lineno, node.col_offset + len("def ")), "definition"
+        case ast.ClassDef():
+            yield (node.lineno, node.col_offset + len("class ")), "class"
 
 
 def train_flops(width: int, n_layers: int, head: float) -> float:
@@ -55,43 +97,46 @@ def main() -> None:
     for name, default in (("width", 128), ("layers", 3), ("vocab", 4096)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--tune-steps", type=int, default=300)
-    parser.add_argument("--tune-lr", type=float, default=2e-3)
-    parser.add_argument("--labelled", type=int, default=20, help="texts of each module")
+    parser.add_argument("--tune-lr", type=float, default=1e-3)
+    parser.add_argument("--labelled", type=int, default=200, help="lines to fine-tune on")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
-    train_file, valid_file = write_labels(out, args.labelled)
+    train_file, valid_file = write_tags(out, args.labelled)
     # Masked LM computes logits of the 15 % masked tokens only; a discriminator needs one logit for every token.
     width, layers, vocab = args.width, args.layers, args.vocab
     sizes = [f"model.d_model={width}", f"model.n_heads={width // 32}", f"model.d_ff={4 * width}"]
-    sizes += [f"model.n_layers={layers}", f"data.vocab_size={vocab}"]
+    sizes += [f"model.n_layers={layers}", f"model.max_len={LENGTH}"]
+    common = [*SMALL, f"data.max_len={LENGTH}", "train.batch_tokens=2048"]
     generator = width // 4
     mlm = train_flops(width, layers, 0.15 * width * (width + vocab))
     electra = train_flops(width, layers, width * (width + 1))
     electra += train_flops(generator, layers, 0.15 * width * (generator + vocab))
     steps = {"mlm": args.steps, "electra": round(args.steps * mlm / electra)}
-    print(f"a step of ELECTRA is {electra / mlm:.3f} of one of masked LM: steps {steps}", flush=True)
-    accuracies: dict[str, list[float]] = {"mlm": [], "electra": [], "none": []}
+    print(f"a step of ELECTRA costs {electra / mlm:.3f} of one of masked LM: steps {steps}", flush=True)
+
+    def train(task: str, run: Path, *words: str) -> Path:
+        if not (run / "model").is_dir():
+            regard.train(run_config(task, [*common, *words, f"train.out={run}"]), style="quiet")
+        return run
+
+    accuracies: dict[str, list[float]] = {"mlm": [], "electra": [], "random": []}
     for seed in args.seeds:
-        for start in accuracies:
-            run = out / f"{start}-{seed}"
-            more = [f"model.generator_width={generator}"] if start == "electra" else []
-            first = out / f"mlm-{args.seeds[0]}" / "tokenizer.json"
-            more += [f"data.tokenizer={first}"] if first.exists() else []
-            if start != "none" and not (run / "model").is_dir():
-                lengths = [f"data.max_len={LENGTH}", f"model.max_len={LENGTH}", "train.batch_tokens=2048"]
-                words = [*SMALL, *sizes, *lengths, *more, f"train.steps={steps[start]}", f"train.seed={seed}"]
-                regard.train(run_config(start, [*words, f"train.out={run}", "train.save_every=0"]), style="quiet")
-            words = [f"data={train_file}", f"data.valid={valid_file}", "data.kind=labelled", f"train.seed={seed}"]
-            words += [*SMALL, f"train.steps={args.tune_steps}", f"train.lr={args.tune_lr}", "train.warmup=20"]
-            words += ["train.batch_tokens=2048", f"data.max_len={LENGTH}"]
-            words += [f"train.init={run}"] if start != "none" else [*sizes, *more, f"model.max_len={LENGTH}"]
-            tuned = out / f"{start}-{seed}-tuned"
-            if not (tuned / "model").is_dir():
-                regard.train(run_config("classify", [*words, f"train.out={tuned}"]), style="quiet")
-            accuracies[start].append(float(regard.evaluate(tuned).metrics["accuracy"]))
-            print(start, seed, accuracies[start][-1], flush=True)
+        seeded = f"train.seed={seed}"
+        first = out / f"mlm-{args.seeds[0]}" / "tokenizer.json"  # one tokenizer for all
+        for start, each in accuracies.items():
+            tokenizer = f"data.tokenizer={first}" if first.exists() else f"data.vocab_size={vocab}"
+            begin = [*sizes, tokenizer]
+            if start != "random":
+                more = [f"model.generator_width={generator}"] if start == "electra" else []
+                more += [f"train.steps={steps[start]}", "train.save_every=0", seeded]
+                begin = [f"train.init={train(start, out / f'{start}-{seed}', *begin, *more)}"]
+            words = [f"data={train_file}", f"data.valid={valid_file}", f"train.steps={args.tune_steps}", seeded]
+            words += [f"train.lr={args.tune_lr}", "train.warmup=20"]
+            tuned = train("tag", out / f"{start}-{seed}-tags", *begin, *words)
+            each.append(float(regard.evaluate(tuned).metrics["accuracy"]))
+            print(start, seed, each[-1], flush=True)
     rows = {
         start: {"each": each, "mean": statistics.mean(each), "sd": statistics.stdev(each) if len(each) > 1 else 0.0}
         for start, each in accuracies.items()
