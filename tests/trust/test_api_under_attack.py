@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from generation.spoken import language_model
-
-from .promises import IS_FULL, ROOT, Tally, size
+from .promises import Tally, size
 from .test_server_under_attack import (
     CPU_SECONDS,
     JSON_HEAD,
@@ -25,6 +20,7 @@ from .test_server_under_attack import (
     Server,
     chunked,
     plain,
+    start_server,
 )
 
 KEY = "a-key-of-the-test"
@@ -38,17 +34,9 @@ sys.exit(serve_api([sys.argv[1]], port=0, api_key={KEY!r}))
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
-    folder = language_model(max_len=1024).save(tmp_path_factory.mktemp("api") / "speaker")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    python = sys.executable if IS_FULL else request.getfixturevalue("bash").python
-    process = subprocess.Popen([python, "-c", PROGRAM, str(folder)], stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        yield (made := Server(process))
-        assert process.poll() is None, "it has ended"
-        assert complete(made, {"prompt": TEXT}).status == 200
-    finally:
-        process.kill()
-        process.wait()
+    with start_server(PROGRAM, tmp_path_factory.mktemp("api") / "speaker", request) as started:
+        yield started
+        assert complete(started, {"prompt": TEXT}).status == 200
 
 
 def ask(server: Server, path: str, body: bytes, key: str = KEY) -> Answer:

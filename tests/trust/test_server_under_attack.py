@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,20 +102,26 @@ def read_answer(connection: socket.socket, start: float) -> Answer:
     return Answer(int(received[9:12]), received.partition(b"\r\n\r\n")[2], time.monotonic() - start)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
+@contextmanager
+def start_server(program: str, folder: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
     """In the full version a process of its own; in the short one a fork, which need not import everything."""
-    folder = language_model(max_len=1024).save(tmp_path_factory.mktemp("served") / "speaker")
+    language_model(max_len=1024).save(folder)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     python = sys.executable if IS_FULL else request.getfixturevalue("bash").python
-    process = subprocess.Popen([python, "-c", PROGRAM, str(folder)], stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([python, "-c", program, str(folder)], stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        yield (made := Server(process))
+        yield Server(process)
         assert process.poll() is None, "it has ended"
-        assert made.get("/api/models").status == 200
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
+    with start_server(PROGRAM, tmp_path_factory.mktemp("served") / "speaker", request) as started:
+        yield started
+        assert started.get("/api/models").status == 200
 
 
 # ---- any bytes

@@ -56,7 +56,7 @@ class Mechanism:
         order = cls.__mro__.index
         if order(cls._defining_class("tile")) < order(cls._defining_class("tile_backward")):
             # The inherited tile_backward differentiates the overridden tile.
-            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]
+            cls.tile_backward = Mechanism.tile_backward  # type: ignore[method-assign]  # of this class
 
     @classmethod
     def _defining_class(cls, name: str) -> Any:

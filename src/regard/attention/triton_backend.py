@@ -233,7 +233,7 @@ def _hide_keys(valid: Tensor, mask_options: dict[str, Any], frame: Frame) -> dic
         q_docs = torch.zeros(frame.n_batch, frame.n_queries, dtype=torch.int32, device=valid.device)
         return q_docs, torch.where(valid, 0, _HIDDEN).to(torch.int32)
 
-    q_docs, k_docs = _cached(valid, frame.n_queries, compute)
+    q_docs, k_docs = _compute_once(valid, frame.n_queries, compute)
     return {"q_docs": q_docs, "k_docs": k_docs}
 
 
@@ -244,11 +244,11 @@ def _as_int32(documents: Tensor) -> Tensor:
     """A 32-bit copy, cached as long as the original lives."""
     if documents.dtype == torch.int32:
         return documents.contiguous()
-    copy: Tensor = _cached(documents, None, lambda: documents.to(torch.int32).contiguous())
+    copy: Tensor = _compute_once(documents, None, lambda: documents.to(torch.int32).contiguous())
     return copy
 
 
-def _cached(source: Tensor, key: int | None, compute: Callable[[], Any]) -> Any:
+def _compute_once(source: Tensor, key: int | None, compute: Callable[[], Any]) -> Any:
     """The result of ``compute``, cached as long as ``source`` lives unchanged; not cached in compiled graphs."""
     if torch.compiler.is_compiling():
         return compute()

@@ -314,7 +314,7 @@ async def patched(
 ) -> Response:
     """The predictions under a single patch: of a layer at one token, or of one of its heads (``unit``)."""
     corrupted = state.sessions.get(other)
-    return await query.run(lambda: PatchedPair(query.session, corrupted, patch).patched(layer, unit))
+    return await query.run(lambda: PatchedPair(query.session, corrupted, patch).predict_patched(layer, unit))
 
 
 @router.get("/looks/{look_id}/patterns")

@@ -168,7 +168,7 @@ class PatchedPair:
         texts = {name: prediction(self.look, self.chances[0], token)["text"] for name, token in tokens.items()}
         return {**texts, "clean": clean, "corrupted": corrupted}
 
-    def patched(self, layer: int, unit: int) -> dict[str, Any]:
+    def predict_patched(self, layer: int, unit: int) -> dict[str, Any]:
         """Predictions of the clean text, of the corrupted one, and of the corrupted one with a single patch."""
         site = self.targets.site(layer)
         if layer >= len(attention_sites(self.model).get(self.targets.kind, ())):
