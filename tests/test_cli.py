@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,6 +68,21 @@ def fail_with(module: ModuleType, failure: BaseException) -> None:
 def test_version_also_as_a_module() -> None:
     answer = subprocess.run([sys.executable, "-m", "regard", "--version"], capture_output=True, text=True)
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, f"regard {regard.__version__}\n", "")
+
+
+def test_a_threshold_is_a_probability(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["classify", "runs/any", "text", "--threshold", "80"]) == 2
+    assert "threshold" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("world", "code"), [("2", 0), ("1", -signal.SIGABRT)])
+def test_a_process_of_torchrun_skips_the_interpreters_shutdown(world: str, code: int) -> None:
+    """In which a thread of gloo that frees a tensor would abort it; here an exit handler does."""
+    program = "import atexit, os; atexit.register(os.abort); from regard.cli import run; run()"
+    env = {**os.environ, "WORLD_SIZE": world}
+    answer = subprocess.run([sys.executable, "-c", program, "--version"], capture_output=True, text=True, env=env)
+    assert answer.returncode == code
+    assert code != 0 or answer.stdout == f"regard {regard.__version__}\n"
 
 
 def test_bench_attention_hands_its_options_on(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

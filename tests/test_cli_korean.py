@@ -260,7 +260,7 @@ def test_tables_are_korean_and_aligned(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(words) == 0
-    said = re.sub(r"\S*(/|\+cpu)\S*", "", capsys.readouterr().out)  # without files and torch's version
+    said = re.sub(r"\S*(/|\+cpu|\+cu)\S*", "", capsys.readouterr().out)  # without files and torch's version
     assert not set(re.findall(r"[A-Za-z][A-Za-z\d]+", said)) - WORDS
     for block in said.split("\n\n"):
         head, *rest = block.strip("\n").split("\n")

@@ -156,7 +156,7 @@ def test_a_threshold_leaves_uncertain_labels_blank(models: dict[str, Path], revi
     for threshold, label in ((sure - 1e-4, expected_labels(models)[0]), (sure + 1e-4, "")):
         out = told(capsys, "classify", models["classifier"], "--file", reviews, "--threshold", threshold)
         assert next(iter(csv.DictReader(io.StringIO(out))))["predicted_label"] == label
-    assert told(capsys, "classify", models["classifier"], "the cat", "--threshold", 1.1).startswith("\t0.")
+    assert told(capsys, "classify", models["classifier"], "the cat", "--threshold", 1).startswith("\t0.")
 
 
 def test_generate_for_a_table(models: dict[str, Path], reviews: Path, capsys: Said) -> None:

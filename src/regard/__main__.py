@@ -1,8 +1,6 @@
 """`python -m regard` is the same program as `regard`."""
 
-import sys
-
-from regard.cli import main
+from regard.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -674,6 +674,23 @@ def test_cross_attention_is_computed_once(how: str, backend: str) -> None:
     assert not cache.is_filled
 
 
+def test_reordering_beams_of_the_same_source_copies_nothing() -> None:
+    memory, cache = draw(2, 9, seed=8), CrossCache()
+    cache.update(memory.k, memory.v, torch.arange(18).view(2, 9))
+    cache.reorder(torch.tensor([0, 0, 1, 1]))
+    k, version = cache.keys()[0], cache.version
+    cache.reorder(torch.tensor([1, 0, 3, 3]))
+    assert cache.keys()[0] is k
+    assert cache.version is version
+    cache.reorder(torch.tensor([3, 0]))
+    assert torch.equal(cache.keys()[0], memory.k.flip(0))
+    assert torch.equal(cache.keys()[1], torch.arange(18).view(2, 9).flip(0))
+    cache.reset()
+    cache.update(memory.k, memory.v)
+    cache.reorder(torch.tensor([1, 0]))
+    assert torch.equal(cache.keys()[0], memory.k.flip(0)), "reset forgets the sources"
+
+
 def test_a_model_cache_forwards_to_every_layer() -> None:
     tokens = draw()
     layers = [GrowingCache(), MAKE["static"](B), MAKE["spare ring"](B)]

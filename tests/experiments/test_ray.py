@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from generation.spoken import LINES, translator
 from regard.cli import bulk_answers, main
@@ -107,6 +108,16 @@ def test_jobs_spread_over_nodes_each_in_a_process_of_its_own_and_fail_alone(clus
         assert file.read_text() == "saved"
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in a worker: with more threads MKL adds up small products in another order."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_file_is_answered_by_the_cluster_as_by_one_process(
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
 from models.small import inputs_of, small, source_of
+from regard.attention.cache import GrowingCache
 from regard.attention.taps import record
 from regard.config import ModelConfig
 from regard.errors import BadModelFile, RegardError
 from regard.export.onnx_export import FOLDER, export_onnx, open_onnx
 from regard.export.onnx_graphs import Graph
-from regard.export.onnx_runtime import OnnxModel, OnnxSession
+from regard.export.onnx_runtime import GraphCache, OnnxModel, OnnxSession
 from regard.export.onnx_trace import write_graph
 from regard.generation import BeamSearch, decode_loop, generate, stream_tokens
 from regard.generation.cached_engine import DecodingEngine
@@ -357,6 +359,76 @@ def test_an_operation_without_a_translation_is_decomposed(tmp_path: Path) -> Non
     assert write_graph(Swapped(None, {"x": (x, {0: "rows"})}), tmp_path / "swapped.onnx") == ["out"]
     found = OnnxSession(tmp_path / "swapped.onnx", 1, None).run({"x": x.repeat(2, 1)})
     assert torch.equal(found["out"], x.repeat(2, 1).T)
+
+
+@pytest.mark.parametrize(
+    ("n_groups", "mask", "options"),
+    [
+        (4, None, {}),
+        (4, None, {"is_causal": True, "scale": 0.3}),
+        (4, torch.ones(7, 7).tril(2).bool(), {}),
+        (2, torch.ones(7, 7).tril(1).bool(), {"scale": 0.3}),
+        (2, torch.linspace(-1, 1, 4 * 7 * 7).view(1, 4, 7, 7), {}),
+        (1, None, {"is_causal": True}),
+    ],
+)
+def test_sdpa_is_translated(n_groups: int, mask: Tensor | None, options: dict[str, Any], tmp_path: Path) -> None:
+    """And in such a way that ONNX Runtime never copies the keys to transpose them."""
+
+    class Attention(Graph):
+        def compute(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+            parts = (given[name] for name in "qkv")
+            more = {**options, "enable_gqa": n_groups < 4}
+            return {"out": torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask, **more)}
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 7, 8), torch.randn(2, n_groups, 7, 8), torch.randn(2, n_groups, 7, 6)
+    graph = Attention(None, {name: (x, {0: "batch"}) for name, x in zip("qkv", (q, k, v), strict=True)})
+    write_graph(graph, tmp_path / "attention.onnx")
+    inputs = {name: x.repeat(2, 1, 1, 1) for name, x in zip("qkv", (q, k, v), strict=True)}
+    found = OnnxSession(tmp_path / "attention.onnx", 1, None).run(inputs)["out"]
+    assert worst(found, graph.compute(inputs)["out"]) <= 1e-5
+    options_of_runtime = onnxruntime.SessionOptions()
+    options_of_runtime.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options_of_runtime.log_severity_level = 3
+    onnxruntime.InferenceSession(tmp_path / "attention.onnx", options_of_runtime, ["CPUExecutionProvider"])
+    operators = [node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node]
+    assert "Transpose" not in operators
+
+
+@torch.no_grad()
+def test_int8_rounds_the_token_table_once_for_embedding_and_output(tmp_path: Path) -> None:
+    n_tokens = 20_000  # the exporter folds the transposes of smaller tables
+    model = build("transformer-tiny", vocab_size=n_tokens, n_layers=1, max_len=16).eval()
+    export_onnx(model, tmp_path / "int8", int8=True)
+    tables = {}
+    for name in ("encoder", "decoder"):
+        graph = onnx.load(tmp_path / "int8" / FOLDER / f"{name}.onnx").graph
+        tables[name] = {tensor.name: tensor.data_type for tensor in graph.initializer if n_tokens in tensor.dims}
+    int8, float32 = onnx.TensorProto.INT8, onnx.TensorProto.FLOAT
+    assert tables["encoder"] == {"model.token.weight_int8": int8, "model.token.weight_scale": float32}
+    assert tables["decoder"] == tables["encoder"], "one table, and no float copy of it"
+    inputs, rounded = inputs_of(model.config), open_onnx(tmp_path / "int8")
+    gap = worst(rounded(*inputs), model(*inputs))
+    assert 0 < gap < 0.1 * model(*inputs).abs().max(), "near, and not the same"
+
+
+@torch.no_grad()
+def test_a_reordered_cache_holds_those_rows_and_leaves_the_graphs_outputs_alone() -> None:
+    cache, plain = GraphCache(), GrowingCache()
+    k, v, positions = torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 4), torch.arange(15).view(3, 5)
+    cache.reorder(torch.tensor([0]))  # an empty one has no rows
+    for rows in ([0, 0, 1, 1, 2, 2], [1, 0, 3, 5, 4, 2], [5, 0]):
+        cache.store(k, v, positions)
+        plain._k, plain._v, plain._pos = k, v, positions
+        kept = k.clone()
+        for _ in range(2):  # also from its own buffer
+            cache.reorder(torch.tensor(rows) % len(cache.keys()[0]))
+            plain.reorder(torch.tensor(rows) % len(plain.keys()[0]))
+            for found, wanted in zip(cache.contents() or (), plain.keys_and_values(), strict=False):
+                assert torch.equal(found, wanted)
+            assert torch.equal(cache.keys()[1], plain.keys()[1])
+        assert torch.equal(k, kept)
 
 
 def test_the_description_says_what_a_program_has_to_know() -> None:

@@ -11,9 +11,9 @@ import torch
 from generation.spoken import language_model
 from models.small import inputs_of, small
 from regard.cli import main
-from regard.errors import BadModelFile
+from regard.errors import BadData, BadModelFile
 from regard.lens.activations import capture
-from regard.lens.tuned_lens import TunedLens, layer_logits, train_tuned_lens
+from regard.lens.tuned_lens import TunedLens, layer_logits, read_texts, train_tuned_lens
 
 
 @pytest.mark.parametrize("name", ["gpt2", "transformer-base", "bert-base-masked"])
@@ -83,4 +83,15 @@ def test_the_command_trains_one(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(found["tuned_lens"]) == len(found["logit_lens"]) == 1
     assert out.is_file()
     assert main(["lens", str(tmp_path / "lm"), str(tmp_path / "none.txt")]) == 1
-    assert "cannot be read as text" in capsys.readouterr().err
+    assert "none.txt cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_texts_of_any_encoding_are_read_and_other_files_refused(tmp_path: Path) -> None:
+    (tmp_path / "cp949.txt").write_bytes("\n고양이가 앉았다\n개가 뛰었다\n새가 난다\n".encode("cp949"))
+    assert read_texts(str(tmp_path / "cp949.txt"), 2) == ["고양이가 앉았다", "개가 뛰었다"]
+    (tmp_path / "latin.txt").write_bytes("caf\xe9\nthe\n".encode("latin-1"))
+    with pytest.raises(BadData, match=r"1 of 2 lines cannot be read; the first: .*latin\.txt:1"):
+        read_texts(str(tmp_path / "latin.txt"), 2)
+    (tmp_path / "image.txt").write_bytes(b"\x89PNG\r\n\x1a\n0000")
+    with pytest.raises(BadData, match="not a text file"):
+        read_texts(str(tmp_path / "image.txt"), 2)

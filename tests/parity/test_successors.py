@@ -268,6 +268,10 @@ def test_older_spellings_mean_the_same() -> None:
     assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)) == read("gemma3_text turned by two bases")
     gemma = {**gemma, "layer_types": None, "sliding_window_pattern": 2, "num_hidden_layers": 3}
     assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)).window_layers == (0, 2)
+    exaone = fields_of("exaone4") | {"sliding_window": 4, "layer_types": None, "num_hidden_layers": 7}
+    for pattern, layers in ((4, (0, 1, 2, 4, 5, 6)), ("LLLG", (0, 1, 2, 4, 5)), ("LG", (0, 2, 4))):
+        fields = ForeignFields(exaone | {"sliding_window_pattern": pattern})
+        assert BY_TYPE["exaone4"].read(fields).window_layers == layers
 
 
 @pytest.mark.parametrize("model_type", BY_TYPE)
@@ -292,6 +296,8 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gemma2", {"head_dim": None}, "head_dim"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ("gemma2", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
+        ("gemma2", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
         ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
         ("mamba2", {"time_step_limit": [0.0, 0.5]}, "time_step_limit=[0.0, 0.5]"),
         ("mamba2", {"expand": 3}, "expand=3"),

@@ -404,7 +404,9 @@ def test_a_config_file_and_what_is_typed_before_it(
     assert f"{file}: there is no modles; did you mean models?" in capsys.readouterr().err
     file.write_text("models: [runs/c]\nport: many\n")
     assert main(["serve", "--config", str(file)]) == 2
-    assert f"{file}: port: " in capsys.readouterr().err
+    assert f"{file}: port='many': input should be a valid integer" in capsys.readouterr().err
+    assert main(["serve", "runs/a", "--api", "--engine", "onxn"]) == 2
+    assert "regard serve: engine='onxn': input should be 'torch', 'onnx' or 'ctranslate2'" in capsys.readouterr().err
     assert main(["serve"]) == 2
     assert "there is nothing to serve" in capsys.readouterr().err
     assert main(["serve", "runs/a", "--access-log", "-", "--no-open"]) == 2

@@ -15,6 +15,7 @@ import torch
 
 import regard
 from regard.models import Model
+from regard.serving import api_models
 from regard.web.requests import Limits
 from web.served import picture
 
@@ -107,6 +108,24 @@ def test_attention_of_a_stream_comes_last(api: ServedApi) -> None:
     lines = httpx.post(f"{api.url}/v1/completions", json=body, timeout=60).text.strip().split("\n\n")
     assert lines[-1] == "data: [DONE]"
     assert "attention" in json.loads(lines[-2].removeprefix("data: "))["choices"][0]
+
+
+def test_texts_do_not_wait_for_a_look_at_attention(api: ServedApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_looking, has_finished = threading.Event(), threading.Event()
+
+    def slow_look(*args: Any) -> Any:
+        is_looking.set()
+        assert has_finished.wait(20), "the other text waited for the look"
+        return regard.look(*args)
+
+    monkeypatch.setattr(api_models, "look", slow_look)
+    body: dict[str, Any] = {"model": "speaker", "prompt": TEXT, "max_tokens": 4, "temperature": 0}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, api, "completions", **body, attention={"layers": [0]})
+        assert is_looking.wait(20)
+        ask(api, "completions", **body)
+        has_finished.set()
+        assert "attention" in asked.result()["choices"][0]
 
 
 def test_wrong_inputs_are_4xx_and_name_the_field(api: ServedApi) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.errors import UsageError
+from regard.errors import BadModelFile, UsageError
 from regard.layers import TokenEmbedding
 from regard.models.build import import_model_class, model_class, model_class_name
 from regard.models.components import TokenHead
@@ -153,6 +154,13 @@ def test_a_name_in_a_file_is_never_imported(run: Path, tmp_path: Path) -> None:
     config = regard.load(run).config.with_(model_class="strange:Mine")
     with pytest.raises(ValueError, match=r"model_class='strange:Mine' is not registered.*REGARD_MODELS=strange:Mine"):
         model_class(config)
+    shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "model")  # as before the end of training
+    (tmp_path / "run" / "manifest.json").unlink()
+    file = tmp_path / "run" / "run.json"
+    file.write_text(file.read_text().replace(json.dumps(NAME), '"strange:Mine"'))
+    with pytest.raises(BadModelFile, match=r"run\.json holds an invalid value: model_class='strange:Mine' is not"):
+        regard.load(tmp_path / "run")
 
 
 def test_a_typed_name_is_imported(text: Path, tmp_path: Path) -> None:

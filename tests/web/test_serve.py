@@ -31,7 +31,8 @@ REGARD = (sys.executable, "-m", "regard")
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     place = tmp_path_factory.mktemp("served")
-    return [language_model(max_len=4096).save(place / "speaker"), translator().save(place / "translator")]
+    endless = language_model(max_len=4096, eos_id=None)
+    return [endless.save(place / "speaker"), translator().save(place / "translator")]
 
 
 @contextmanager
@@ -100,7 +101,7 @@ def test_it_leaves_in_the_middle_of_work(folders: list[Path], number: int, bash:
             with suppress(OSError):  # it is cut off, as it should be
                 fetched(f"{url}api/looks", body)
 
-        asking = [threading.Thread(target=ask) for _ in range(4)]
+        asking = [threading.Thread(target=ask) for _ in range(32)]  # each takes a second, one after the other
         for thread in asking:
             thread.start()
         time.sleep(1.0 + 0.3 * number)

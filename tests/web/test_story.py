@@ -82,6 +82,14 @@ def test_every_stage_opens_its_view_at_the_right_place(tab: Tab, seen: Look) -> 
     assert tab.state["position"] == "1"
 
 
+def test_the_mean_of_heads_is_told_by_one_of_them(tab: Tab) -> None:
+    for head, is_mean in ((-1, True), (0, False)):
+        tab.open(model="speaker", text="the cat sat", view="story", head=head)
+        words = tab.page.inner_text('[data-stage="qkv"] > p')
+        assert words.startswith("Head 1 of layer")
+        assert ("The mean of heads has no computation of its own: this is head 1." in words) == is_mean
+
+
 def test_terms_are_explained_and_the_tour_can_be_paused(tab: Tab) -> None:
     tab.open(model="speaker", text="the cat sat")
     assert tab.page.locator(".terms details[open]").count() == 0
@@ -142,7 +150,11 @@ def test_a_captioner_reads_patches(tab: Tab, models: dict[str, Model], scene: Pa
     tab.show(scene, model="shapes", view="story")
     found = look(models["shapes"], scene)
     assert "patches" in tab.page.inner_text('[data-stage="tokens"] h3')
-    assert f"{len(found.cols(kind='cross'))} patches" in tab.page.inner_text('[data-stage="tokens"] > p')
+    n_patches = sum(label.box is not None for label in found.cols(kind="cross"))  # without the class token
+    assert f"{n_patches} patches" in tab.page.inner_text('[data-stage="tokens"] > p')
+    for stage in ("tokens", "softmax"):  # the image itself, cut into its patches
+        tab.page.wait_for_selector(f'[data-stage="{stage}"] svg image')
+    assert not [text for text in said(tab, "tokens") if text.startswith("patch")]
     row = int(tab.page.input_value('select[data-axis="row"]'))
     assert as_percent(found.next(row, k=1)[0].probability) in said(tab, "end")
 

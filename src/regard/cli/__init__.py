@@ -7,6 +7,7 @@ Heavy imports come after a command has read its options, so that help and usage 
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -243,3 +244,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             terminal.report_failure(failure, options.command)
         return failure.exit_code if isinstance(failure, RegardError) else 1
     return 0
+
+
+def run() -> NoReturn:
+    """The program `regard`: run the command of sys.argv and end the process with its exit code.
+
+    Processes of torchrun skip Python's shutdown, in which gloo's threads, which DDP leaves behind, can abort them.
+    """
+    code = main()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        print(end="", flush=True)
+        os._exit(code)
+    sys.exit(code)

@@ -1,8 +1,8 @@
 """Bulk answers by several processes, on this machine or on a Ray cluster.
 
 The batches of a file are distributed in shards and collected in order, so that the output is the same as that of one
-process, and a command that was stopped resumes at the first missing shard. Plain Ray tasks are enough for this: Ray
-Data would split the file into blocks of its own, which keep neither the batches nor their order.
+process with one thread, and a command that was stopped resumes at the first missing shard. Plain Ray tasks are enough
+for this: Ray Data would split the file into blocks of its own, which keep neither the batches nor their order.
 """
 
 from __future__ import annotations

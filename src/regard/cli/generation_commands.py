@@ -341,7 +341,9 @@ def classify(
     encoding: Encoding = "auto",
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Classes to show, likeliest first.")] = 1,
     probabilities: Annotated[bool, flag("--probabilities", "Add a column p_CLASS to a table for every class.")] = False,
-    threshold: Annotated[float | None, option("P", "No label below this probability.", least=0)] = None,
+    threshold: Annotated[
+        float | None, typer.Option(metavar="P", min=0, max=1, help="No label below this probability.")
+    ] = None,
     classes: Annotated[
         str | None, option("NAMES", "For two-tower models such as CLIP: the class names, separated by commas.")
     ] = None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
@@ -20,6 +21,8 @@ from ..config import ModelConfig
 from ..errors import BadModelFile, silence_warnings
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
+from ..layers.embeddings import TokenEmbedding
+from ..layers.quantised_linear import quantise_weight
 from ..models import Model
 from ..text import read_processor
 from .onnx_graphs import Graph, graphs_of, onnx_obstacle
@@ -43,7 +46,7 @@ _KINDS: dict[str, type[Any]] = {
 def export_onnx(model: Model, folder: str | Path, *, maps: bool = False, int8: bool = False) -> Path:
     """Write the graphs of a model to ``folder/onnx``, completely or not at all, and return that path.
 
-    Weights are float32; ``int8`` rounds the weights of matrix products to int8. ``maps`` adds queries and keys as
+    Weights are float32; ``int8`` rounds matrices and token tables to int8. ``maps`` adds queries and keys as
     outputs, from which every attention weight can be computed (``open_onnx(folder).maps``).
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model shares its modules with the one it wraps
@@ -60,7 +63,7 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False, int8: b
             path = new / f"{name}.onnx"
             graphs[name] = {"inputs": _describe_inputs(graph), "outputs": write_graph(graph, path)}
             if int8:
-                round_weights(path)
+                round_weights(path, graph)
         tensors = {
             f"{module_name}.{name}": x.detach().cpu().float().contiguous()
             for module_name, module in score_modules(model)
@@ -137,28 +140,69 @@ def _read_description(folder: Path) -> tuple[ModelConfig, bool]:
     raise BadModelFile(f"{path} is not a description of ONNX graphs that this version of regard can read")
 
 
-def round_weights(path: Path) -> None:
-    """Round the constant matrices of a graph to int8, one scale per column; inputs are quantised at run time.
+def round_weights(path: Path, graph: Graph) -> None:
+    """Round the token tables of a written graph to int8, one scale per token, and its other constant matrices, one
+    scale per column; inputs are quantised at run time.
 
-    The new graph uses DynamicQuantizeLinear and MatMulInteger, which are standard ONNX operators.
+    The new file uses DynamicQuantizeLinear and MatMulInteger, which are standard ONNX operators.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    graph = onnx.load(path)
-    del graph.graph.value_info[:]  # stale since the exporter folded transposes; the quantiser would reject them
+    file = onnx.load(path)
+    del file.graph.value_info[:]  # stale since the exporter folded transposes; the quantiser would reject them
+    for name, module in graph.named_modules():
+        if isinstance(module, TokenEmbedding):
+            _round_table(file.graph, f"{name}.weight")
     external = path.with_name(f"{path.name}.data")
     is_large = external.exists()
     external.unlink(missing_ok=True)
     with silence_warnings("root"):  # it advises pre-processing, which the exporter has already done
         quantize_dynamic(
-            graph,
+            file,
             path,
             op_types_to_quantize=["MatMul", "Gemm"],
             per_channel=True,
             weight_type=QuantType.QInt8,
             use_external_data_format=is_large,
         )
+
+
+def _round_table(graph: Any, name: str) -> None:
+    """Replace a float table (V, M) by int8 and scales (V,), for the embedding and for the output matrix tied to it."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    table = next((tensor for tensor in graph.initializer if tensor.name == name), None)
+    if table is None:  # the graph neither embeds tokens nor has a tied output matrix
+        return
+    int8, scale, axis = f"{name}_int8", f"{name}_scale", f"{name}_axis"
+    weight, scales = quantise_weight(torch.tensor(numpy_helper.to_array(table)))
+    graph.initializer.remove(table)
+    for part, values in ((int8, weight), (scale, scales), (axis, torch.tensor([-1]))):
+        graph.initializer.append(numpy_helper.from_array(values.numpy(), part))
+    nodes, transposed = list(graph.node), set[str]()
+    del graph.node[:]
+
+    def add(operator: str, inputs: list[str], *outputs: str, **attributes: Any) -> str:
+        graph.node.append(helper.make_node(operator, inputs, outputs, name=outputs[0], **attributes))
+        return outputs[0]
+
+    for node in nodes:
+        y = node.output[0]
+        if node.op_type == "Gather" and node.input[0] == name:
+            vectors = add("Gather", [int8, node.input[1]], f"{y}_int8")
+            factors = add("Unsqueeze", [add("Gather", [scale, node.input[1]], f"{y}_scale"), axis], f"{y}_factor")
+            add("Mul", [add("Cast", [vectors], f"{y}_float", to=TensorProto.FLOAT), factors], y)
+        elif node.op_type == "Transpose" and node.input[0] == name:
+            transposed.add(add("Transpose", [int8], y, perm=[1, 0]))
+        elif node.op_type == "MatMul" and node.input[1] in transposed:
+            x, x_scale, x_zero = f"{y}_x", f"{y}_x_scale", f"{y}_x_zero"
+            add("DynamicQuantizeLinear", [node.input[0]], x, x_scale, x_zero)
+            product = add("MatMulInteger", [x, node.input[1], x_zero], f"{y}_int32")
+            factors = add("Mul", [x_scale, scale], f"{y}_scales")
+            add("Mul", [add("Cast", [product], f"{y}_float", to=TensorProto.FLOAT), factors], y)
+        else:
+            graph.node.append(node)
 
 
 def has_int8_weights(root: Path) -> bool:

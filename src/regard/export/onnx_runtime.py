@@ -48,6 +48,8 @@ class OnnxSession:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads() if threads is None else threads
         options.inter_op_num_threads = 1
+        # Between two runs, spinning threads would take the cores from the search, which torch computes.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         options.log_severity_level = 3
         try:
             self._session = onnxruntime.InferenceSession(path, options, providers or ["CPUExecutionProvider"])
@@ -232,7 +234,30 @@ class GraphHead(TokenHead):
 
 
 class GraphCache(GrowingCache):
-    """The keys and values returned by a graph."""
+    """The keys and values returned by a graph.
+
+    ``reorder`` writes into the same two buffers at every step: most of the time that copies into new memory take is
+    spent on its page faults.
+    """
+
+    def reset(self) -> None:
+        super().reset()
+        self._buffers = [torch.empty(0), torch.empty(0)]
+
+    def reorder(self, beam_index: Tensor) -> None:
+        contents = self.contents()
+        if contents is None:
+            return
+        k, v, positions = contents
+        k, v = (self._copy_rows(n, x, beam_index) for n, x in enumerate((k, v)))
+        self.store(k, v, positions if len(positions) == 1 else positions.index_select(0, beam_index))
+
+    def _copy_rows(self, n: int, x: Tensor, rows: Tensor) -> Tensor:
+        """x[rows] in the n-th buffer, or in a new one if that is too small or holds x."""
+        buffer, size = self._buffers[n], len(rows) * x[0].numel()
+        if buffer.numel() < size or buffer.data_ptr() == x.data_ptr():
+            buffer = self._buffers[n] = x.new_empty(2 * size)  # at most log₂ T times
+        return torch.index_select(x, 0, rows, out=buffer[:size].view(len(rows), *x.shape[1:]))
 
     def store(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         self._k, self._v, self._pos = k, v, positions

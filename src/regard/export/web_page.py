@@ -51,7 +51,7 @@ def export_web(
 ) -> dict[str, Any]:
     """Write the page of a float32 model into an empty folder and return the contents of page.json.
 
-    ``int8`` rounds the weights of matrix products; ``runtime`` is a ``node_modules`` folder with the libraries.
+    ``int8`` rounds matrices and token tables; ``runtime`` is a ``node_modules`` folder with the libraries.
     """
     _check_inputs(model)
     attention, libraries = describe_attention(model), find_runtime(runtime)
@@ -61,7 +61,7 @@ def export_web(
         path = folder / f"{part}.onnx"
         write_graph(graph, path)
         if int8:
-            round_weights(path)
+            round_weights(path, graph)
         if path.with_name(f"{path.name}.data").exists():
             raise RegardError(f"the model has {model.n_parameters:,} parameters, more than a page can hold")
         graphs[part] = f"model/{part}.onnx.gz"

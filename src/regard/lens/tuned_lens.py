@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import kl_div
 
+from ..config import DataConfig
 from ..data.corpora import CORPORA, examples, open_corpus
+from ..data.examples import ReadReport
+from ..data.table_files import read_lines
 from ..errors import BadData, BadModelFile
 from ..foundation.files import atomic_file
 from ..foundation.progress import track
@@ -276,8 +280,9 @@ def read_texts(source: str, n: int) -> list[str]:
         drawn = examples(open_corpus(source), "train")
         texts = [getattr(x, "source", x) for _, x in zip(range(n), drawn, strict=False)]
         return [text for text in texts if isinstance(text, str)]
-    try:
-        lines = Path(source).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadData(f"{source} cannot be read as text: {error}") from None
-    return [line for line in lines if line.strip()][:n]
+    report = ReadReport()
+    lines = (line for _, line in read_lines(Path(source), report, DataConfig()) if line and line.strip())
+    texts = list(islice(lines, n))
+    if report.n_bad:
+        raise BadData(f"{report.n_bad:,} of {report.n_read:,} lines cannot be read; the first: {report.first[0]}")
+    return texts

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,16 +28,18 @@ from ..lens import look
 from ..lens.look import Look
 from ..web.requests import Limits
 from ..web.served_models import ServedModel, attention_sizes, decode_image, task_name
+from ..web.sessions import WorkerPools
 from .grammars import Grammars
 from .request_bodies import AttentionOptions, OpenAIBody, SearchBody
 from .running_text import TextEvent, TextRequest
 from .scheduler import Scheduler
 
+Result = TypeVar("Result")
 _MAX_WEIGHTS = 250_000  # attention weights in one response
 
 
 class ApiModel:
-    """A served model with its scheduler."""
+    """A served model with its scheduler, and the threads that look at its attention."""
 
     def __init__(self, served: ServedModel, limits: Limits, scheduler: Scheduler | None = None) -> None:
         self.served, self.id, self.model, self.limits = served, served.id, served.model, limits
@@ -44,6 +47,20 @@ class ApiModel:
         self.can_write = served.can_generate
         self.codec = ModelTokenizers(served.model)
         self.scheduler = scheduler or Scheduler(served.model, max_waiting=limits.waiting)
+        self._lookers = WorkerPools(limits, readers=1)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle and not self._lookers.is_busy
+
+    def close(self) -> None:
+        """Refuse new requests, and fail those that wait or run."""
+        self.scheduler.close()
+        self._lookers.close()
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run work between two decode steps. Running texts wait for it, so callers pass only a few inputs at a time."""
+        return await asyncio.wrap_future(self.scheduler.run(work))
 
     @property
     def task(self) -> str:
@@ -150,6 +167,17 @@ class ApiModel:
         for name in ("layers", "heads"):
             _pick(name, sizes[kind][name], options)
 
+    async def attention(self, start_look: Callable[[], Look], options: AttentionOptions) -> dict[str, Any]:
+        """The requested weights of the look that ``start_look`` returns.
+
+        On a CPU it has a thread of its own. Decoding leaves a core idle much of the time, so a look beside it delays
+        running texts by a third of its duration; between two steps it would delay them by all of it. On other devices
+        it runs between two steps, because nothing else may use the device while a CUDA graph is captured.
+        """
+        run = self._lookers.run if self.model.device.type == "cpu" else self.run
+        seen = await run(start_look)
+        return await self._lookers.read(partial(attention_document, seen, options))
+
     def look_at_text(self, inputs: ModelInputs, content: list[int]) -> Look:
         """A look at a finished text; this runs the model once more."""
         if inputs.sources is None:
@@ -186,10 +214,7 @@ def attention_document(seen: Look, options: AttentionOptions) -> dict[str, Any]:
     rows = pick("tokens", n_rows)
     if (n := len(layers) * len(heads) * len(rows) * n_cols) > _MAX_WEIGHTS:
         raise ValueError(f"attention would be {n:,} weights; at most {_MAX_WEIGHTS:,} are sent: name layers or tokens")
-    weights = [
-        [[row.tolist() for row in seen.weights(layer=layer, head=head, kind=kind)[rows]] for head in heads]
-        for layer in layers
-    ]
+    weights = [seen.map(layer=layer, kind=kind).tile(rows)[0, heads].tolist() for layer in layers]
     row_labels, col_labels = seen.rows(kind=kind), seen.cols(kind=kind)
     return {
         "kind": kind,

@@ -79,7 +79,7 @@ def new_application(
             model.scheduler.post, model.scheduler.post_seconds = loop.call_soon_threadsafe, _POST_SECONDS
         yield
         for model in state.models.values():
-            model.scheduler.close()
+            model.close()
         if has_explorer:
             app.state.explorer.workers.close()
 

@@ -82,7 +82,7 @@ class ReloadableApp:
         serving, explorer = (getattr(self.state, name, None) for name in ("serving", "explorer"))
         if explorer is not None and explorer.workers.is_busy:
             return False
-        return serving is None or all(model.scheduler.is_idle for model in serving.models.values())
+        return serving is None or all(model.is_idle for model in serving.models.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -22,7 +22,7 @@ from ..lens import look
 from ..web.requests import Limits
 from ..web.served_models import decode_image
 from .api_errors import ApiError, error_document
-from .api_models import ApiModel, attention_document
+from .api_models import ApiModel
 from .choices import TextChoice, Writing
 from .openai_documents import ChatDocument, CompletionDocument, OpenAIDocument
 from .request_bodies import (
@@ -146,12 +146,11 @@ async def classify(state: State, body: ClassifyBody) -> Response:
     results = []
     for start in range(0, len(inputs), _CLASSIFY_BATCH):
         batch = inputs[start : start + _CLASSIFY_BATCH]
-        classified = await _run(model, partial(model.classify, batch, body.threshold))
+        classified = await model.run(partial(model.classify, batch, body.threshold))
         results += [{"label": x.label, "probability": x.probability, "probabilities": x.all} for x in classified]
     if body.attention is not None:
         for item, result in zip(inputs, results, strict=True):
-            seen = await _run(model, partial(look, model.model, item))
-            result["attention"] = await asyncio.to_thread(attention_document, seen, body.attention)
+            result["attention"] = await model.attention(partial(look, model.model, item), body.attention)
     document = {"object": "classification", "model": model.id, "results": results}
     return await _respond(document, is_large=body.attention is not None)
 
@@ -162,7 +161,7 @@ async def embeddings(state: State, body: EmbeddingBody) -> Response:
     model = state.find(body.model)
     sources = await asyncio.to_thread(model.read_to_embed, _as_list(body.input))
     # One text at a time: its vector does not depend on its neighbours, and running texts decode in between.
-    vectors = [await _run(model, partial(model.embed, source)) for source in sources]
+    vectors = [await model.run(partial(model.embed, source)) for source in sources]
 
     def encode_vector(vector: Tensor) -> Any:
         row = vector.numpy().astype("<f4")
@@ -246,11 +245,6 @@ def _best_of(choices: list[TextChoice], best_of: int, n: int) -> list[TextChoice
     return kept
 
 
-async def _run(model: ApiModel, work: Callable[[], Any]) -> Any:
-    """Run work in the scheduler's thread. Running texts wait for it, so callers pass only a few inputs at a time."""
-    return await asyncio.wrap_future(model.scheduler.run(work))
-
-
 async def _add_attention(
     model: ApiModel, choices: list[TextChoice], body: SearchBody, extras: dict[int, dict[str, Any]]
 ) -> None:
@@ -258,8 +252,8 @@ async def _add_attention(
     if body.attention is None:
         return
     for choice in choices:
-        seen = await _run(model, partial(model.look_at_text, choice.inputs, choice.tokens))
-        extras[choice.index] = {"attention": await asyncio.to_thread(attention_document, seen, body.attention)}
+        start_look = partial(model.look_at_text, choice.inputs, choice.tokens)
+        extras[choice.index] = {"attention": await model.attention(start_look, body.attention)}
 
 
 async def _respond_to_search(

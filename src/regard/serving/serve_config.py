@@ -104,5 +104,6 @@ class ServeConfig(OperationsConfig):
             return cls.model_validate({**fields, **(typed or {}), "file": path})
         except ValidationError as error:
             problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"]))
-            raise UsageError(f"{path or 'regard serve'}: {where}: {problem['msg']}") from None
+            where, message = ".".join(map(str, problem["loc"])), str(problem["msg"])
+            fault = f"{where}={problem['input']!r}: {message[:1].lower()}{message[1:]}"
+            raise UsageError(f"{path or 'regard serve'}: {fault}") from None

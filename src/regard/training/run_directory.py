@@ -272,7 +272,9 @@ class RunDirectory:
 
     def _check_shapes(self, weights: dict[str, torch.Tensor], step: int) -> None:
         """Raise BadModelFile if weights do not fit run.json, before a possibly huge model is allocated."""
-        for name, p in build(self.config.model, device="meta").named_parameters():
+        with wrong_values_as_bad_file(self.root / RUN_FILE):  # such as a class that is not registered
+            expected = build(self.config.model, device="meta")
+        for name, p in expected.named_parameters():
             if name in weights and weights[name].shape != p.shape:
                 fault = f"{name} has shape {tuple(weights[name].shape)}, in {RUN_FILE} {tuple(p.shape)}"
                 raise BadModelFile(f"{self.root}: the weights of step {step} do not fit {RUN_FILE}: {fault}")

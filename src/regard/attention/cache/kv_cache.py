@@ -194,8 +194,21 @@ class GrowingCache(TensorCache):
 class CrossCache(TensorCache):
     """Keys and values of an encoder's output: the first update stores them, later updates return them.
 
-    Position -1 marks padding. ``truncate`` changes nothing.
+    Position -1 marks padding. ``truncate`` changes nothing. On a CPU, ``reorder`` copies nothing if every row continues
+    one of the same source, as in beam search.
     """
+
+    def reset(self) -> None:
+        super().reset()
+        self._sources: Tensor | None = None  # (B,): the row of the first update that each row holds
+
+    def reorder(self, beam_index: Tensor) -> None:
+        if self._k is not None and beam_index.device.type == "cpu":
+            sources = torch.arange(len(self._k)) if self._sources is None else self._sources
+            self._sources = sources.index_select(0, beam_index)
+            if torch.equal(self._sources, sources):
+                return
+        super().reorder(beam_index)
 
     @property
     def is_filled(self) -> bool:

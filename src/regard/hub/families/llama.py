@@ -156,8 +156,7 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
         window = None
     kinds = theirs.get("layer_types")
     if kinds is None and window is not None and theirs.model_type in _DEFAULT_PATTERN:
-        pattern = theirs.get("sliding_window_pattern", _DEFAULT_PATTERN[theirs.model_type])
-        kinds = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n_layers)]
+        kinds = _kinds_of_pattern(theirs.get("sliding_window_pattern", _DEFAULT_PATTERN[theirs.model_type]), n_layers)
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if kinds is not None and set(kinds) - known:
         unknown, options = sorted(set(kinds) - known)[0], " or ".join(sorted(known))
@@ -173,6 +172,20 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
     if not layers:
         return None, None
     return window, None if len(layers) == n_layers else layers
+
+
+def _kinds_of_pattern(pattern: Any, n_layers: int) -> list[str]:
+    """The kinds of all layers. With n, every n-th layer has no window. Letters such as "LLLG" are repeated, L for a
+    window and G for none; the last layer has none."""
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        windows = [(layer + 1) % pattern != 0 for layer in range(n_layers)]
+    elif isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        windows = [pattern[layer % len(pattern)] == "L" and layer < n_layers - 1 for layer in range(n_layers)]
+    else:
+        raise ValueError(
+            f"config.json has sliding_window_pattern={pattern!r}, neither a positive number nor letters L and G"
+        )
+    return ["sliding_attention" if has_window else "full_attention" for has_window in windows]
 
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -1,5 +1,5 @@
 // The story: one token's path through the model, stage by stage, with the actual numbers.
-import { css, palette, signed } from "../colour.js";
+import { css, heat, palette, signed } from "../colour.js";
 import { el, offer, percent, shown } from "../dom.js";
 import { CanvasPen, SvgPen, fitted } from "../pen.js";
 import { drawMap, layout } from "../story_map.js";
@@ -14,6 +14,8 @@ const TERMS = {
 };
 const TOUR = 6; // seconds per stage: one minute in total
 const ROW = 30;
+const PICTURE = 240; // the largest width of the image
+const labelRoom = (width) => Math.min(170, width * 0.3); // to the left of bars
 const brief = (value) => value === null || value === undefined ? "−∞" : value.toFixed(2).replace("-", "−");
 /** The approximate width of a text: Hangul and Chinese characters are wider than letters. */
 const letterWidths = (text, letter, wide) => [...text].reduce((sum, c) => sum + (c > "\u2e80" ? wide : letter), 0);
@@ -30,6 +32,9 @@ class Story {
     host.append(this.intro, el("div", { class: "row" }, el("label", {}, el("span", { class: "quiet" }, `${t("story.row")} `), this.row), this.play), el("div", { class: "story" }, this.map, this.stages));
     this.mapSheet = new Surface(this.map, { vector: true, label: t("story.map"), height: (w) => layout(app.model(), w).height, draw: (pen) => this.told && drawMap(pen, { model: app.model(), look: app.look, t, now: this.now, told: app.where().kind }),
       press: (hit) => hit && this.scrollTo(hit.stage) });
+    this.picture = new Image();
+    this.picture.addEventListener("load", () => ["tokens", "softmax"].forEach((stage) => this.surfaces.get(stage)?.redraw()));
+    if (app.look.image) this.picture.src = app.source.imageUrl(app.look);
     this.sheet = { svg: () => this.svg(), png: () => this.png(), close: () => {} };
     this.seen = new IntersectionObserver((entries) => {
       const found = entries.filter((entry) => entry.isIntersecting).at(-1);
@@ -87,13 +92,14 @@ class Story {
     const { app, told } = this, { t, look } = app, { embedding, head, block: parts, kind, layer, one, row, read, colLabels, rowLabels, predictions } = told;
     const heaviest = head.keys.reduce((a, b) => (b.weight > a.weight ? b : a)), token = shown(read[row]), n = read.length, key = shown(colLabels[heaviest.index]);
     const values = {
-      tokens: { n: kind === "cross" ? colLabels.length : n, m: n }, vectors: { token, width: embedding.width }, qkv: { token, l: layer + 1, h: one + 1, width: head.width },
+      tokens: { n: (kind === "cross" ? colLabels : read).filter((label) => label.box || !look.image).length, m: n }, vectors: { token, width: embedding.width }, qkv: { token, l: layer + 1, h: one + 1, width: head.width },
       scores: { token, key, dot: brief(heaviest.dot), score: brief(heaviest.score) }, softmax: { key, p: percent(heaviest.weight) }, mix: { p: percent(heaviest.weight), key },
       heads: { n: head.heads.length }, layer: { neurons: parts.neurons ?? "–", active: parts.active ?? "–" }, layers: { n: told.layers.length - 1 }, end: { word: shown(predictions[0].text), p: percent(predictions[0].probability), token: shown(read[told.position] ?? rowLabels[row]) },
     }[stage];
     const form = { tokens: look.image ? (kind === "cross" ? ".image" : ".patches") : kind === "cross" ? ".source" : "", vectors: this.embeddingForm(embedding),
       qkv: kind === "cross" ? ".cross" : "", scores: head.factor === null ? ".other" : "", layer: told.norm_place === "post" ? ".post" : "", end: look.classes ? ".class" : "" }[stage] ?? "";
-    return t(`story.${stage}${form}.says`, values);
+    const says = t(`story.${stage}${form}.says`, values);
+    return stage === "qkv" && app.where().head < 0 ? `${says} ${t("walk.onehead", { h: one + 1 })}` : says;
   }
 
   embeddingForm({ parts, normed }) {
@@ -112,8 +118,8 @@ class Story {
       vectors: strips([...entries.map(([part, values], i) => [`${i ? "+ " : ""}${label[part]}`, values]), [entries.length ? `${embedding.normed ? "→" : "="} ${shown(read[row])}` : shown(read[row]), embedding.sum]]),
       qkv: strips([[`q  ${shown(read[row])}`, head.q], [`k  ${name(heaviest)}`, heaviest.k], [`v  ${name(heaviest)}`, heaviest.v]]),
       scores: this.bars(keys.map((key) => ({ text: name(key), value: key.score, said: key.score === null ? t("story.masked") : head.factor === null ? brief(key.score) : `${brief(key.dot)} × ${brief(head.factor)} = ${brief(key.score)}` })), true),
-      softmax: this.bars([...keys.map((key) => ({ text: name(key), value: key.weight, said: percent(key.weight) })), ...(head.others ? [{ text: t("story.others", { n: head.others }), value: head.rest, said: percent(head.rest), quiet: true }] : []),
-        ...(head.sink === null || head.sink === undefined ? [] : [{ text: t("story.sink"), value: head.sink, said: percent(head.sink), quiet: true }])]),
+      softmax: this.overPicture(this.bars([...keys.map((key) => ({ text: name(key), value: key.weight, said: percent(key.weight) })), ...(head.others ? [{ text: t("story.others", { n: head.others }), value: head.rest, said: percent(head.rest), quiet: true }] : []),
+        ...(head.sink === null || head.sink === undefined ? [] : [{ text: t("story.sink"), value: head.sink, said: percent(head.sink), quiet: true }])])),
       mix: strips([...keys.filter((key) => key.weight > 0.005).sort((a, b) => b.weight - a.weight).slice(0, 4).map((key, i) => [`${i ? "+ " : ""}${key.weight.toFixed(2)} × v ${name(key)}`, key.v.map((v) => v * key.weight)]), [t("story.mixed"), head.output]]),
       heads: this.joined(),
       layer: strips([[t("story.before"), parts.before], [t("story.wrote"), parts.attention], ...(parts.between ? [[t("story.between"), parts.between]] : []), [t("story.ff"), parts.ff], [t("story.after"), parts.after]].filter(([, values]) => values)),
@@ -128,8 +134,15 @@ class Story {
     const place = (width) => {
       const out = [];
       let y = 0;
-      for (const [title, labels, at] of lines) {
+      for (const [title, all, at] of lines) {
+        let labels = all;
         if (title) { out.push({ title, y: y + 10 }); y += 24; }
+        if (labels.some((label) => label.box)) {
+          const [, tall] = this.pictureSize(width);
+          out.push({ labels, at, y, picture: true });
+          y += tall + 12;
+          labels = labels.filter((label) => !label.box); // the class token
+        }
         let x = 0;
         const from = Math.max(0, Math.min(at < 0 ? 0 : at - 20, labels.length - 60)), some = labels.slice(from, from + 60);
         some.forEach((label, i) => {
@@ -146,10 +159,46 @@ class Story {
       height: (width) => place(width).height,
       draw: (pen) => place(pen.width).out.forEach((one) => {
         const { accent, paper, line, ink, quiet } = pen.colours;
+        if (one.picture) { this.drawPicture(pen, 0, one.y, one.labels, (label, i) => (i === one.at ? { stroke: accent, width: 3 } : null)); return; }
         if (one.title) { pen.text(one.title, 0, one.y, { size: 12, fill: quiet }); return; }
         pen.rect(one.x, one.y, one.wide, 30, { fill: one.on ? accent : "none", stroke: one.on ? accent : line, radius: 8 });
         pen.text(fitted(one.text, one.wide - 10, pen.font(14)), one.x + one.wide / 2, one.y + 15, { size: 14, align: "center", fill: one.on ? paper : one.special ? quiet : ink });
       }),
+    };
+  }
+
+  pictureSize(width) {
+    const { naturalWidth, naturalHeight } = this.picture, wide = Math.min(0.7 * width, PICTURE);
+    return [wide, naturalWidth ? (wide * naturalHeight) / naturalWidth : wide];
+  }
+
+  /** The image cut into its patches; ``style`` returns how a patch is painted over, null for not at all. */
+  drawPicture(pen, x, y, labels, style) {
+    const [wide, tall] = this.pictureSize(pen.width), { paper } = pen.colours;
+    if (this.picture.complete && this.picture.naturalWidth) pen.image(this.picture, x, y, wide, tall);
+    labels.forEach((label, i) => {
+      if (!label.box) return;
+      const [x0, y0, x1, y1] = label.box, box = [x + x0 * wide, y + y0 * tall, (x1 - x0) * wide, (y1 - y0) * tall], painted = style(label, i);
+      if (painted?.fill) pen.rect(...box, painted);
+      pen.rect(...box, { stroke: paper, width: Math.min(3, box[2] / 8) });
+      if (painted?.stroke) pen.rect(...box, painted);
+      pen.hit(...box, painted?.value === undefined ? { value: shown(label) } : { value: painted.value, name: shown(label) });
+    });
+  }
+
+  /** A drawing of weights, and below it the patches of the image with these weights. */
+  overPicture(drawing) {
+    const { colLabels, head } = this.told, weights = new Map(head.keys.map((key) => [key.index, key.weight])), most = Math.max(...weights.values());
+    if (!colLabels.some((label) => label.box)) return drawing;
+    return {
+      height: (width) => drawing.height(width) + this.pictureSize(width)[1] + 16,
+      draw: (pen) => {
+        drawing.draw(pen);
+        this.drawPicture(pen, labelRoom(pen.width), drawing.height(pen.width) + 12, colLabels, (label, i) => {
+          const value = weights.get(i), share = (value ?? 0) / most;
+          return { fill: css(heat(share, pen.colours.theme)), opacity: 0.15 + 0.6 * share, value };
+        });
+      },
     };
   }
 
@@ -176,7 +225,7 @@ class Story {
     return {
       height: () => list.length * ROW + 4,
       draw: (pen) => {
-        const { accent, ink, quiet, wash, line } = pen.colours, left = Math.min(170, pen.width * 0.3), right = Math.min(200, Math.max(...list.map(({ said }) => letterWidths(said, 7.4, 13))) + 12), room = pen.width - left - right;
+        const { accent, ink, quiet, wash, line } = pen.colours, left = labelRoom(pen.width), right = Math.min(200, Math.max(...list.map(({ said }) => letterWidths(said, 7.4, 13))) + 12), room = pen.width - left - right;
         const values = list.map(({ value }) => value ?? 0), low = isSigned ? Math.min(0, ...values) : 0, high = isSigned ? Math.max(0.01, ...values) : 1, zero = left + (-low / (high - low)) * room;
         list.forEach((one, i) => {
           const y = i * ROW, size = (Math.abs(one.value ?? 0) / (high - low)) * room;
