@@ -38,6 +38,8 @@ from regard.text.processor import Processor
 from regard.text.tokenizer_training import train_tokenizer
 
 VOCAB, N_NEW = 32_000, 32
+# On a GPU, as in generate_gpu.py: GPT-2 from a prompt of 128 tokens to a context of 512, and 64 tokens from sources of 64.
+N_PROMPT, N_CONTINUED, N_TRANSLATED = 128, 384, 64
 SMALL: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128}
 
 
@@ -75,6 +77,19 @@ def prompts_of(lines: list[str]) -> list[str]:
     return lines[:: max(1, len(lines) // 64)][:64]
 
 
+def long_prompts_of(lines: list[str], model: regard.Model, n_tokens: int) -> list[str]:
+    """64 prompts of about ``n_tokens`` tokens."""
+    assert model.processor is not None
+    encode, prompts = model.processor.tokenizer.encode, list[str]()
+    rows = iter(lines)
+    for _ in range(64):
+        prompt = next(rows)
+        while len(encode(longer := f"{prompt} {next(rows)}")) <= n_tokens:
+            prompt = longer
+        prompts.append(prompt)
+    return prompts
+
+
 # ---- requests
 
 
@@ -104,9 +119,11 @@ def load_in_turns(
     return pairs
 
 
-def measure_load(url: str, prompts: list[str], clients: int, requests: int, **load: Any) -> LoadResult:
+def measure_load(
+    url: str, prompts: list[str], clients: int, requests: int, max_tokens: int = N_NEW, **load: Any
+) -> LoadResult:
     (result,) = bench_serve(
-        url, clients=(clients,), requests=requests, prompts=prompts, max_tokens=N_NEW, **load
+        url, clients=(clients,), requests=requests, prompts=prompts, max_tokens=max_tokens, **load
     ).results
     if result.errors:
         raise SystemExit(f"{clients} clients: {result.errors}")
@@ -133,36 +150,46 @@ def measure_cpu(args: argparse.Namespace, folder: Path) -> list[Row]:
 
 def measure_gpu(args: argparse.Namespace, folder: Path) -> list[Row]:
     lines = library_lines()
-    prompts = prompts_of(lines)
     speaker, translator = (
         new_model(preset, lines, args, **fields).to(torch.bfloat16)
         for preset, fields in (("gpt2", {}), ("transformer-base", {"max_len": 256}))
     )
+    prompts = long_prompts_of(lines, speaker, N_PROMPT)
+    sources = long_prompts_of(lines, translator, N_TRANSLATED)
+    texts: dict[str, Any] = {"max_tokens": N_CONTINUED}
     rows = []
     with start_server(str(speaker.save(folder / "speaker")), args.device) as url:
-        rows.append(throughput_row("GPT-2: 32 streams / one", load_in_turns(args, url, prompts, (1, 32)), 8.0))
+        pairs = load_in_turns(args, url, prompts, (1, 32), **texts)
+        rows.append(throughput_row("GPT-2: 32 streams / one", pairs, 8.0))
         offline = generate_offline(speaker.to(args.device), prompts, args.rounds)
-        served = [measure_load(url, prompts, 64, requests=256).tokens_per_s for _ in range(args.rounds)]
+        served = [measure_load(url, prompts, 64, 256, **texts).tokens_per_s for _ in range(args.rounds)]
     share = statistics.median(served) / statistics.median(offline)
-    rows.append(Row("GPT-2: 64 streams / generate with a batch of 64", share, 0.8, f"{served} and {offline} tokens/s"))
+    figures = f"{_rounded(served)} and {_rounded(offline)} tokens/s"
+    rows.append(Row("GPT-2: 64 streams / generate with a batch of 64", share, 0.8, figures))
     with start_server(str(translator.save(folder / "translator")), args.device) as url:
-        served = [measure_load(url, prompts, 64, requests=256, beams=4).tokens_per_s for _ in range(args.rounds)]
-    theirs = generate_with_transformers(translator, prompts, args)
+        texts = {"max_tokens": N_TRANSLATED, "beams": 4}
+        served = [measure_load(url, sources, 64, 256, **texts).tokens_per_s for _ in range(args.rounds)]
+    theirs = generate_with_transformers(translator, sources, args)
     times = statistics.median(served) / statistics.median(theirs)
-    figures = f"{served} and {theirs} tokens/s"
+    figures = f"{_rounded(served)} and {_rounded(theirs)} tokens/s"
     rows.append(Row("Transformer base, 4 beams: 64 requests / transformers in batches of 64", times, 3.0, figures))
     return rows
 
 
+def _rounded(rates: list[float]) -> list[int]:
+    return [round(rate) for rate in rates]
+
+
 def generate_offline(model: regard.Model, prompts: list[str], rounds: int) -> list[float]:
-    """Tokens a second of ``generate`` with all prompts in one batch, after one to warm up."""
+    """Tokens a second of ``generate`` with all prompts in one batch, after two to warm up and to capture the prompts."""
 
     def tokens_per_second() -> float:
         start = time.perf_counter()
-        written = regard.generate(model, prompts, max_new_tokens=N_NEW)
+        written = regard.generate(model, prompts, max_new_tokens=N_CONTINUED)
         return sum(map(len, written.tokens)) / (time.perf_counter() - start)
 
-    tokens_per_second()
+    for _ in range(2):
+        tokens_per_second()
     return [tokens_per_second() for _ in range(rounds)]
 
 
@@ -172,16 +199,16 @@ def generate_with_transformers(model: regard.Model, prompts: list[str], args: ar
 
     processor = model.processor
     assert processor is not None
-    ids = [processor.tokenizer.encode(prompt)[:N_NEW] for prompt in prompts]
+    ids = [processor.tokenizer.encode(prompt)[:N_TRANSLATED] for prompt in prompts]
     width = max(map(len, ids))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in ids], device=args.device)
     theirs, mask = marian(args, {"vocab_size": model.config.vocab_size}), (tokens > 0).long()
 
     def tokens_per_second() -> float:
         start = time.perf_counter()
-        lengths = {"min_new_tokens": N_NEW, "max_new_tokens": N_NEW}
+        lengths = {"min_new_tokens": N_TRANSLATED, "max_new_tokens": N_TRANSLATED}
         theirs.generate(tokens, attention_mask=mask, num_beams=4, do_sample=False, **lengths).cpu()
-        return len(prompts) * N_NEW / (time.perf_counter() - start)
+        return len(prompts) * N_TRANSLATED / (time.perf_counter() - start)
 
     tokens_per_second()
     return [tokens_per_second() for _ in range(args.rounds)]

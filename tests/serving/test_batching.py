@@ -54,7 +54,7 @@ class Asked:
         if isinstance(self.wait().events[-1], SearchEvent):
             return self.events[-1].hypotheses[0].tokens  # type: ignore[union-attr]
         chosen = [event for event in self.events if isinstance(event, TokenEvent) and event.copy == copy]
-        return [event.token for event in chosen if event.token is not None]
+        return [token for event in chosen for token in event.tokens]
 
 
 @pytest.fixture

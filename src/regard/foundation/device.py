@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 
@@ -67,3 +67,15 @@ def widest_float(device: torch.device) -> torch.dtype:
     import torch
 
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def upload(numbers: list[Any], like: torch.Tensor) -> torch.Tensor:
+    """An int64 tensor of nested lists, on the device of ``like``.
+
+    A GPU copies it from pinned memory, for which the host does not wait; of pageable memory it would wait for all the
+    work that the GPU has been given.
+    """
+    import torch
+
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor.to(like.device)

@@ -113,7 +113,7 @@ class GraphDecoder:
 
     @property
     def n_bytes(self) -> int:
-        return sum(x.nbytes for pair in (*self.keys.layers, *self.keys.memory) for x in pair)
+        return self.keys.data.nbytes + self.keys.memory_data.nbytes
 
     def begin(self, lengths: Tensor, limit: Tensor) -> None:
         """The first n rows continue texts of ``lengths`` (n,) by at most ``limit`` (n,) tokens; others are unused."""
@@ -374,18 +374,18 @@ def read_blocks(
 
     Each iteration launches the next block before it waits for the previous one.
     """
-    previous, done = _copy_to_host(read(0, 1)), 1
+    previous, done = copy_to_host(read(0, 1)), 1
     while done < n_steps:
         check_cancelled()
         steps()
         stop = min(done + BLOCK_STEPS, n_steps)
-        block, done = _copy_to_host(read(done, stop)), stop
+        block, done = copy_to_host(read(done, stop)), stop
         yield previous()
         previous = block
     yield previous()
 
 
-def _copy_to_host(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+def copy_to_host(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
     """Start to copy tensors to the host; returns a function that waits for the copies."""
     copies = tuple(x.to("cpu", non_blocking=True, copy=True) for x in tensors)
     event = torch.cuda.Event() if tensors[0].is_cuda else None

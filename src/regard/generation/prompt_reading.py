@@ -6,15 +6,17 @@ reading.is_read, reading.logits                      next-token logits, once all
 
 A prompt's numbers do not depend on the others in its pass. Parts begin at multiples of ``PROMPT_PART``. The tokens of
 all parts are rows of the same products (``ragged_rows``): on a CPU, packed products compute a row with the same bits in
-any batch; on a GPU there are always ``_GPU_ROWS`` rows, so that the same kernels run. Sources other than text, and
+any batch; on a GPU there are always ``N_ROWS`` rows, so that the same kernels run. Sources other than text, and
 prompts of models that cannot be computed in rows, are read one by one.
 """
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -22,18 +24,19 @@ import torch
 from torch import Tensor
 
 from ..attention.cache import GrowingCache
+from ..errors import first_line
 from ..layers import Embeddings
 from ..models import Model
 from ..models.base_model import DecoderShape, join_padding
 from .cached_engine import DecodingEngine, attention_obstacle, check_logits, plain_engine
 from .cpu_engine import MemoryKeys, RowBlock, RowDecoder, packed_weights, row_block_obstacle, row_norm, row_obstacle
+from .captured_reading import N_ROWS, N_TEXTS, CapturedReading, write_memory
 from .cuda_graph import can_capture
 from .generation_config import GenerateConfig
 from .prompts import ModelInputs, Prompts, max_text_length, pad_prompts, pad_sources
 from .ragged_rows import RaggedKeys, RaggedRows
 
 PROMPT_PART = 128  # tokens per part
-_GPU_ROWS, _GPU_PROMPTS = 2048, 64  # rows of a pass, and of its logits
 _PREFIX_BYTES = {"cpu": 256 << 20, "elsewhere": 2 << 30}
 
 PartKey = tuple[int, tuple[int, ...]]  # the number of the part before it, and its tokens
@@ -196,8 +199,8 @@ class PromptReader:
     def __init__(self, model: Model) -> None:
         self.model, self.in_rows = model, _can_read_rows(model)
         is_cpu = model.device.type == "cpu"
-        self._min_rows, self._min_prompts = (2, 2) if is_cpu else (_GPU_ROWS, _GPU_PROMPTS)
-        self._max_rows = sys.maxsize if is_cpu else _GPU_ROWS
+        self._min_rows, self._min_prompts = (2, 2) if is_cpu else (N_ROWS, N_TEXTS)
+        self._max_rows = sys.maxsize if is_cpu else N_ROWS
         if not self.in_rows:
             return
         self._decoder, self._shape = RowDecoder(model), model.decoder_shape
@@ -205,6 +208,18 @@ class PromptReader:
         max_length = max_text_length(model.config, target=not model.is_decoder_only)
         self._position_table = self._decoder.position_table(max_length, self._dtype)
         self._encoder = RowEncoder(model) if not model.is_decoder_only and _can_encode_rows(model) else None
+        self.captures = can_capture(model) and (model.is_decoder_only or self._encoder is not None)
+
+    @cached_property
+    def _captured(self) -> CapturedReading | None:
+        """The captured pass; None where it cannot be captured."""
+        if not self.captures:
+            return None
+        try:
+            return CapturedReading(self._decoder, self._encoder, self._position_table, self._shape, self._dtype)
+        except Exception as error:  # out of memory, or an operation that cannot be captured
+            warnings.warn(f"prompts are read without a CUDA graph: {first_line(error)[:300]}", stacklevel=2)
+            return None
 
     def read(self, readings: Sequence[PromptReading]) -> dict[PromptReading, Exception]:
         """Read the next part of each; returns the exceptions, by reading."""
@@ -228,7 +243,7 @@ class PromptReader:
         passes, n_tokens = list[list[PromptReading]](), 0
         for reading in readings:
             n_tokens += reading.n_next_tokens
-            is_full = n_tokens > self._max_rows or len(passes[-1]) == _GPU_PROMPTS if passes else True
+            is_full = n_tokens > self._max_rows or len(passes[-1]) == N_TEXTS if passes else True
             if is_full or not self.in_rows:
                 passes.append([])
                 n_tokens = reading.n_next_tokens
@@ -238,6 +253,21 @@ class PromptReader:
     def _read_rows(self, readings: Sequence[PromptReading]) -> None:
         pasts = [reading.find_prefix() for reading in readings]
         parts = [reading.next_part() for reading in readings]
+        sources = [reading.inputs.sources[0] for reading in readings if reading.inputs.sources is not None]
+        is_fresh = all(past is None for past in pasts) and all(source.dim() == 1 for source in sources)
+        fits = is_fresh and all(map(CapturedReading.fits, filter(len, (parts, sources))))
+        if fits and self._captured is not None:
+            results = self._captured.read(parts, [source.tolist() for source in sources])
+            logits = [result.logits for result in results]
+            likeliest = check_logits(torch.cat(logits)).argmax(-1).tolist()
+            for reading, result, token in zip(readings, results, likeliest, strict=True):
+                reading.add_part(result.keys, result.memory, result.logits, token)
+            return
+        self._read_rows_uncaptured(readings, parts, pasts)
+
+    def _read_rows_uncaptured(
+        self, readings: Sequence[PromptReading], parts: list[list[int]], pasts: list[Tensor | None]
+    ) -> None:
         rows = self._new_rows([len(part) for part in parts])
         keys = RaggedKeys(self._shape, rows, pasts, self._dtype, causal=True)
         sources = None if self.model.is_decoder_only else self._read_sources(readings)
@@ -262,9 +292,7 @@ class PromptReader:
             rows = self._new_rows([len(x) for x in encoded])
             states = rows.extend(torch.cat(encoded))
         sources = RaggedKeys(self._shape, rows, [None] * len(items), self._dtype, causal=False)
-        for number, layer in enumerate(self._decoder.layers):
-            assert layer.cross is not None
-            sources.update(number, layer.cross.memory_keys(states))
+        write_memory(self._decoder, sources, states)
         return sources
 
     def _new_rows(self, lengths: list[int]) -> RaggedRows:
@@ -284,14 +312,17 @@ class RowEncoder:
         self.layers = [blocks[number % len(blocks)] for number in range(model.encoder.n_layers)]
         self.norm = None if model.encoder.norm is None else row_norm(model.encoder.norm)
         attention = blocks[0].attention.module
-        self._shape = DecoderShape(1, attention.n_heads, attention.n_kv_heads, attention.d_head)
+        self.shape = DecoderShape(1, attention.n_heads, attention.n_kv_heads, attention.d_head)  # layers take turns
         self._dtype = next(model.parameters()).dtype
 
     def states(self, rows: RaggedRows, sources: Sequence[Sequence[int]]) -> Tensor:
         """The states (R, M) of all tokens of the sources."""
-        keys = RaggedKeys(self._shape, rows, [None] * len(sources), self._dtype, causal=False)
-        positions = rows.extend(rows.index[:, None])[:, 0]
-        x: Tensor = self.embeddings(self.table(rows.fill(sources)[None]), positions[None])[0]
+        keys = RaggedKeys(self.shape, rows, [None] * len(sources), self._dtype, causal=False)
+        return self.states_of_tokens(rows.fill(sources), rows.extend(rows.index[:, None])[:, 0], keys)
+
+    def states_of_tokens(self, tokens: Tensor, positions: Tensor, keys: RaggedKeys) -> Tensor:
+        """The states (R, M) of ``tokens`` (R,) at ``positions`` (R,) of the texts of ``keys``."""
+        x: Tensor = self.embeddings(self.table(tokens[None]), positions[None])[0]
         for layer in self.layers:
             x = layer(x, 0, keys, positions, [])
         return x if self.norm is None else self.norm(x)

@@ -3,6 +3,7 @@
 slots = open_slots(model, size, max_slots)           ``size`` rows per slot: 1, or the beams of a search
 slot = slots.join(reading)                           for a prompt that has been read (``prompt_reading``)
 logits = slots.decode(tokens)                        one token for every row of every taken slot
+block = slots.start_block()                          several greedy tokens for every slot (``GraphSlots``)
 slots.select(slot, parents)                          reorder the beams of one slot
 slots.leave(slot)
 
@@ -15,19 +16,22 @@ slots are taken. Models whose step can be computed in neither way decode each sl
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..foundation.device import upload
 from ..models import Model
 from ..models.base_model import DecoderShape
 from ..models.components import window_of
 from .cached_engine import DecodingEngine
 from .cpu_engine import MemoryKeys, RowDecoder, row_step_obstacle
-from .cuda_graph import GraphDecoder, GraphShape, can_capture
+from .cuda_graph import BLOCK_STEPS, GraphDecoder, GraphShape, can_capture, copy_to_host
+from .generation_config import GenerateConfig
 from .prompt_reading import PromptReading
 from .prompts import max_text_length
 from .ragged_rows import COLUMN_MULTIPLE, padded_width
@@ -40,8 +44,22 @@ class Slot:
     """The place of one text in a batch: ``size`` rows from index · size on. It may move when another slot leaves."""
 
     index: int
+    batch: SeparateSlots
     owner: Any = None
     next_tokens: list[int] = field(default_factory=list)  # the next input token of each row
+
+
+class TokenBlock(NamedTuple):
+    """Tokens of the taken slots, computed by ``start_block``."""
+
+    slots: list[Slot]
+    read: Callable[[], tuple[Tensor, ...]]
+
+    def wait(self) -> list[list[int]]:
+        """The tokens of each slot, in the order of ``slots``."""
+        (history,) = self.read()  # (steps, R)
+        columns = history.T.tolist()
+        return [columns[slot.index] for slot in self.slots]
 
 
 class SeparateSlots:
@@ -50,11 +68,12 @@ class SeparateSlots:
     def __init__(self, model: Model, size: int, max_slots: int) -> None:
         self.model, self.size, self.max_slots = model, size, max_slots
         self.taken: list[Slot] = []  # in the order of the rows of ``decode``
+        self.block: Any = None  # the last block that was started, for the caller to keep
         self._engines: dict[Slot, DecodingEngine] = {}
 
     def join(self, reading: PromptReading) -> Slot:
         """Take a slot for the text that follows a prompt."""
-        slot = Slot(len(self.taken))
+        slot = Slot(len(self.taken), self)
         self._write(slot, reading)  # if this raises, no slot is taken
         self.taken.append(slot)
         return slot
@@ -72,6 +91,10 @@ class SeparateSlots:
         """Run one token per row (R,), in the order of ``taken``; next-token logits (R, V)."""
         parts = zip(self.taken, tokens.split(self.size), strict=True)
         return torch.cat([self._engines[slot].decode_one_token(slot_tokens) for slot, slot_tokens in parts])
+
+    def start_block(self) -> TokenBlock | None:
+        """Start several greedy steps of every slot; None if these slots only decode step by step, or none is taken."""
+        return None
 
     def select(self, slot: Slot, parents: Tensor) -> None:
         """Row r of a slot continues its row parents[r]."""
@@ -235,22 +258,32 @@ class CpuSlots(SeparateSlots):
 
 
 class GraphSlots(SeparateSlots):
-    """The slots of a batch, decoded by a captured step whose shape does not depend on which are taken; none moves."""
+    """The slots of a batch, decoded by a captured step whose shape does not depend on which are taken; none moves.
+
+    Greedy texts can also be decoded in blocks of several steps, each choosing the token that the next one reads: the
+    next block runs while the host handles the tokens of the previous one.
+    """
 
     def __init__(self, model: Model, size: int, max_slots: int) -> None:
         super().__init__(model, size, max_slots)
         self._decoder = GraphDecoder(model, slot_shape(model, size, max_slots))
-        self._step = self._decoder.logit_step()
+        self._capture()  # before a text joins, because warm-up runs write keys
         state, keys = self._decoder.state, self._decoder.keys
         self._decoder.begin(state.lengths[:0], state.last[:0])
         keys.begin(state.lengths, model.decoder.position_bias)
         self._free = list(range(max_slots))[::-1]
         self._rows = state.lengths[:0]  # rows of the taken slots, in their order
+        self._unset: list[Slot] = []  # slots whose next tokens are not on the device
+
+    def _capture(self) -> None:
+        self._step = self._decoder.logit_step()
+        self._greedy_steps = self._decoder.token_steps(GenerateConfig(), None) if self.size == 1 else None
 
     def join(self, reading: PromptReading) -> Slot:
-        slot = Slot(self._free[-1])
+        slot = Slot(self._free[-1], self)
         self._write(slot, reading)  # if this raises, no slot is taken
         self.taken.append(slot)
+        self._unset.append(slot)
         self._free.pop()
         self._list_rows()
         return slot
@@ -265,9 +298,23 @@ class GraphSlots(SeparateSlots):
 
     def decode(self, tokens: Tensor) -> Tensor:
         self._decoder.state.tokens[self._rows] = tokens
+        self._unset = list(self.taken)
         logits = self._step()
         assert logits is not None
         return logits[self._rows].float()
+
+    def start_block(self) -> TokenBlock | None:
+        """Start ``BLOCK_STEPS`` greedy steps of every slot without waiting for their tokens; None for searches."""
+        if self._greedy_steps is None or not self.taken:
+            return None
+        state, unset = self._decoder.state, [slot for slot in self._unset if slot in self.taken]
+        if unset:
+            rows, tokens = upload([[slot.index for slot in unset], [slot.next_tokens[0] for slot in unset]], state.tokens)
+            state.tokens[rows] = tokens
+        self._unset = []
+        state.steps.zero_()  # the tokens of a block are the first rows of the history
+        self._greedy_steps()
+        return TokenBlock(list(self.taken), copy_to_host((state.history[:BLOCK_STEPS],)))
 
     def select(self, slot: Slot, parents: Tensor) -> None:
         self.select_all([slot], parents[None])
@@ -284,17 +331,12 @@ class GraphSlots(SeparateSlots):
     def _write(self, slot: Slot, reading: PromptReading) -> None:
         state, keys, rows, first = self._decoder.state, self._decoder.keys, self._rows_of(slot), slot.index * self.size
         n = len(reading.prompts.rows[0])
-        for buffers, new in zip(keys.layers, reading.keys(), strict=True):
-            for x, y in zip(buffers, new, strict=True):
-                x[rows].zero_()  # a leftover infinity times weight 0 would be NaN
-                x[first, :, :n] = y
+        keys.data[:, :, rows].zero_()  # a leftover infinity times weight 0 would be NaN
+        keys.data[:, :, first, :, :n] = reading.keys()
         if keys.memory:
             memory = reading.memory()  # (layers, 2, G, S, D)
-            n_source = memory.shape[3]
-            for buffers, new in zip(keys.memory, memory, strict=True):
-                for x, y in zip(buffers, new, strict=True):
-                    x[slot.index, :, :n_source] = y
-            keys.source_lengths[slot.index] = n_source
+            keys.memory_data[:, :, slot.index, :, : memory.shape[3]] = memory
+            keys.source_lengths[slot.index] = memory.shape[3]
         if keys.origin is not None:
             past = torch.arange(keys.max_len, device=keys.row.device) < n
             keys.origin[rows] = torch.where(past, first, keys.row[rows, None])
@@ -304,8 +346,8 @@ class GraphSlots(SeparateSlots):
         return slice(slot.index * self.size, (slot.index + 1) * self.size)
 
     def _list_rows(self) -> None:
-        starts = torch.tensor([slot.index * self.size for slot in self.taken], dtype=torch.int64)
-        self._rows = (starts[:, None] + torch.arange(self.size)).flatten().to(self._decoder.device)
+        starts = [slot.index * self.size for slot in self.taken]
+        self._rows = upload([start + row for start in starts for row in range(self.size)], self._rows)
 
 
 def slot_shape(model: Model, size: int, max_slots: int) -> GraphShape:
@@ -321,8 +363,9 @@ def open_slots(model: Model, size: int, max_slots: int) -> SeparateSlots:
     """The fastest slots that a model supports."""
     if row_step_obstacle(model) is None:
         return CpuSlots(model, size, max_slots)
-    if can_capture(model):
-        windows = [window_of(model.config, layer) for layer in range(model.decoder.n_layers)]
-        if all(window is None for window in windows):  # a captured step attends to all keys
-            return GraphSlots(model, size, max_slots)
-    return SeparateSlots(model, size, max_slots)
+    return (GraphSlots if can_capture_slots(model) else SeparateSlots)(model, size, max_slots)
+
+
+def can_capture_slots(model: Model) -> bool:
+    """Whether the step of ``GraphSlots``, which attends to all keys, can be captured for this model."""
+    return can_capture(model) and all(window_of(model.config, n) is None for n in range(model.decoder.n_layers))

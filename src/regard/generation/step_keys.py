@@ -52,14 +52,11 @@ class StepKeys:
 
     def __init__(self, model: Model, rows: int, max_len: int, copies: int = 1, source_len: int = 0) -> None:
         shape, self.max_len, self.copies = model.decoder_shape, max_len, copies
-        like = next(model.parameters())
-
-        def pairs(n_rows: int, length: int) -> list[tuple[Tensor, Tensor]]:
-            sizes = (n_rows, shape.n_kv_heads, length, shape.d_head)
-            return [(like.new_zeros(sizes), like.new_zeros(sizes)) for _ in range(shape.n_layers)]
-
-        self.layers = pairs(rows, max_len)  # (R, G, S, D) each
-        self.memory = pairs(rows // copies, source_len) if source_len else []  # (B, G, source_len, D) each
+        like, n_sources = next(model.parameters()), rows // copies if source_len else 0
+        self.data = like.new_zeros(shape.n_layers, 2, rows, shape.n_kv_heads, max_len, shape.d_head)
+        self.memory_data = like.new_zeros(shape.n_layers, 2, n_sources, shape.n_kv_heads, source_len, shape.d_head)
+        self.layers = [(k, v) for k, v in self.data]  # (R, G, S, D) each
+        self.memory = [(k, v) for k, v in self.memory_data] if source_len else []  # (B, G, source_len, D) each
         self.row = torch.arange(rows, device=like.device)
         self.source_lengths = torch.ones(rows // copies, dtype=torch.int64, device=like.device)
         self.origin = self.row[:, None].repeat(1, max_len) if copies > 1 else None  # (R, S); None: the row itself
@@ -68,7 +65,7 @@ class StepKeys:
 
     def begin(self, lengths: Tensor, bias: RelativeBias | None) -> None:
         """Reset for prompts of ``lengths`` (R,), whose keys go to the first of their copies."""
-        torch._foreach_zero_([x for pair in self.layers for x in pair])  # a leftover infinity times 0 would be NaN
+        self.data.zero_()  # a leftover infinity times 0 would be NaN
         if self.origin is not None:
             past = torch.arange(self.max_len, device=lengths.device) < lengths[:, None]
             first = self.row - self.row % self.copies

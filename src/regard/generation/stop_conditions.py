@@ -110,9 +110,11 @@ class TextPieces:
         self._pending = ""  # text that may be the beginning of a stop string
         self.ended = False
 
-    def push(self, token: int) -> str:
-        """Add a token; returns the text that no later token can change."""
-        return self._add(self._characters.push(token))
+    def push(self, *tokens: int) -> str:
+        """Add tokens; returns the text that no later token can change."""
+        if self._stop:  # which token completes a stop string matters
+            return "".join(self._add(self._characters.push(token)) for token in tokens)
+        return self._add(self._characters.push(*tokens))
 
     def finish(self) -> str:
         """The text held back so far, when no token follows."""
@@ -181,8 +183,8 @@ class WholeCharacters:
         self._n_emitted = 0  # ids before it have been emitted
         self._emitted = ""  # the emitted text of ids[start:]
 
-    def push(self, token: int) -> str:
-        self.ids.append(token)
+    def push(self, *tokens: int) -> str:
+        self.ids += tokens
         text = self._decode(self.ids[self._start :])
         ready = _INCOMPLETE.sub("", text)
         if len(ready) <= len(self._emitted):

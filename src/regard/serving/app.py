@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from .engine_scheduler import ServingEngine
     from .routes import ServingState
 
-_POST_SECONDS = 0.02  # tokens that a stream produces within this time are sent together
+_SWITCH_SECONDS = 0.0005  # by default a thread that decodes may wait 5 ms, a block of steps, for the event loop
+_POST_SECONDS = 0.04  # tokens that a stream produces within this time are sent together
 
 
 def create_api(
@@ -75,6 +76,7 @@ def new_application(
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         for model in state.models.values():
             model.scheduler.post, model.scheduler.post_seconds = loop.call_soon_threadsafe, _POST_SECONDS
         yield

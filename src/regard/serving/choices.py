@@ -34,15 +34,16 @@ class TextChoice:
     finish_reason: str | None = None
 
     def add(self, event: TokenEvent) -> str:
-        """Append a token; returns the text that it completes."""
-        self.n_written += event.token is not None
+        """Append tokens; returns the text that they complete."""
+        self.n_written += len(event.tokens)
+        content = event.tokens[: len(event.tokens) - min(event.n_ending, 1)]
         piece = ""
-        if event.token is not None and not event.n_ending:
-            self.tokens.append(event.token)
+        if content:
+            self.tokens += content
             if event.log_prob is not None:
                 self.log_probs.append(event.log_prob)
                 self.tops.append(event.top)
-            piece = self.pieces.push(event.token)
+            piece = self.pieces.push(*content)
         if event.finish is not None:
             piece += self.pieces.finish()
             self.finish_reason = "stop" if self.pieces.ended else _REASONS[event.finish]

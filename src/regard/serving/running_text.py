@@ -34,11 +34,11 @@ class TokenConstraint(Protocol):
 
 
 class TokenEvent(NamedTuple):
-    """One more token of a text, or its end."""
+    """The next token of a text, or several that were decoded as a block."""
 
     copy: int  # which of the request's texts
-    token: int | None  # None if the text ends without another token
-    log_prob: float | None = None  # under the model, before temperature and filters; None unless requested
+    tokens: tuple[int, ...]
+    log_prob: float | None = None  # of a single token, before temperature and filters; None unless requested
     top: tuple[tuple[int, float], ...] = ()  # the request's n_top likeliest tokens with their log P
     finish: Finish | None = None
     n_ending: int = 0  # number of final tokens that are the end token or the stop sequence
@@ -143,7 +143,22 @@ class SampledText:
         """Append a token; returns its event."""
         finish, n_ending = self._end(token)
         self.tokens.append(token)
-        return TokenEvent(self.copy, token, log_prob, top, finish, n_ending)
+        return TokenEvent(self.copy, (token,), log_prob, top, finish, n_ending)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """Whether its next tokens are the likeliest ones, whatever they are, until it ends."""
+        return self.request.n_top is None and not self.chooses
+
+    def add_block(self, tokens: Sequence[int]) -> TokenEvent:
+        """Append tokens that were decoded as a block, up to the end of the text; returns their event."""
+        first = len(self.tokens)
+        for token in tokens:
+            finish, n_ending = self._end(token)
+            self.tokens.append(token)
+            if finish is not None:
+                return TokenEvent(self.copy, tuple(self.tokens[first:]), finish=finish, n_ending=n_ending)
+        return TokenEvent(self.copy, tuple(tokens))
 
     def _end(self, token: int) -> tuple[Finish | None, int]:
         code, n_new = GOING_ON, len(self.tokens) + 1
@@ -232,6 +247,11 @@ class SearchedText:
         self._search = BeamSearch(None, request.config, eos_id, request.strings)
         if not self.joins:
             self._search.begin(request.reading.prompts)
+
+    @property
+    def takes_blocks(self) -> bool:
+        """False: where searches are captured, all of a batch are."""
+        return False
 
     def steps(self, logits: Tensor) -> list[SearchStep]:
         """One step of a search that is advanced alone, from the logits of its beams (k, V)."""

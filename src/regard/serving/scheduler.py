@@ -27,10 +27,11 @@ from ..generation.prompts import ModelInputs
 from ..models import Model
 from .metrics import SchedulerStatistics
 from .request_queue import QueueFull, RequestQueue
-from .running_text import FailureEvent, TextEvent, TextRequest
+from .running_text import FailureEvent, TextEvent, TextRequest, TokenEvent
 from .text_batches import TextBatches
 
-_MAX_ROWS = {"cpu": 32, "elsewhere": 64}
+_MAX_ROWS = {"cpu": 32, "elsewhere": 256}
+_MAX_TEXTS = {"cpu": 32, "elsewhere": 64}  # in one batch; a captured step computes as many, whether or not they run
 _PROMPT_TOKENS = {"cpu": 256, "elsewhere": 2048}  # read in one round while texts are running
 
 Result = TypeVar("Result")
@@ -67,7 +68,7 @@ class Scheduler:
         self._waiting = RequestQueue(max_waiting)
         self._reading: deque[TextRequest] = deque()
         self._running: set[TextRequest] = set()
-        self.batches = TextBatches(model, self.max_rows, self)
+        self.batches = TextBatches(model, self.max_rows, _MAX_TEXTS[kind], self)
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._events: list[tuple[TextRequest, TextEvent]] = []
         self._urgent: set[TextRequest] = set()  # requests whose events are posted at once
@@ -86,8 +87,7 @@ class Scheduler:
     def submit(self, *requests: TextRequest) -> None:
         """Add the requests of one client to the queue, all of them or none."""
         for request in requests:
-            if (n_rows := request.size * request.copies) > self.max_rows:
-                raise ValueError(f"the request needs {n_rows} texts or beams at once; this server runs {self.max_rows}")
+            self.batches.check_size(request)
         with self._changed:
             self.check_room(len(requests))
             self._waiting.push(requests, self._mean_seconds)
@@ -226,8 +226,7 @@ class Scheduler:
             request = self._waiting.first()
             if request is None:
                 return None
-            n_rows = sum(each.size * each.copies for each in (*self._reading, request))
-            if self.batches.n_rows + n_rows > self.max_rows:
+            if not self.batches.has_room([*self._reading, request]):
                 return None
             self._waiting.pop()
         self._reading.append(request)
@@ -278,6 +277,7 @@ class Scheduler:
         else:
             return
         self._urgent.clear()
+        events = _join_tokens(events)
 
         def deliver() -> None:
             for request, event in events:
@@ -285,6 +285,24 @@ class Scheduler:
 
         with suppress(RuntimeError):  # the event loop is closed
             self.post(deliver)
+
+
+def _join_tokens(events: list[tuple[TextRequest, TextEvent]]) -> list[tuple[TextRequest, TextEvent]]:
+    """The events with consecutive tokens of a text in one: handling an event costs more than a token."""
+    joined: list[tuple[TextRequest, TextEvent]] = []
+    last: dict[tuple[TextRequest, int], int] = {}  # where the last tokens of a text are
+    for request, event in events:
+        if not isinstance(event, TokenEvent) or request.n_top is not None:
+            joined.append((request, event))
+            continue
+        at = last.setdefault((request, event.copy), len(joined))
+        if at == len(joined):
+            joined.append((request, event))
+        else:
+            before = joined[at][1]
+            assert isinstance(before, TokenEvent)
+            joined[at] = request, event._replace(tokens=before.tokens + event.tokens)
+    return joined
 
 
 def _fulfil(future: Future[Any], work: Callable[[], Any]) -> None:

@@ -7,6 +7,7 @@ cannot be decoded, for example for lack of memory, its requests fail and the oth
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -14,10 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..generation.beam_search import Hypothesis
+from ..generation.cuda_graph import BLOCK_STEPS
 from ..generation.generation_config import GenerateConfig
-from ..generation.joint_search import JointSearch, SearchStep
+from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompts import max_text_length
-from ..generation.slot_engine import SeparateSlots, Slot, open_slots
+from ..generation.search_slots import SearchSlots
+from ..generation.slot_engine import SeparateSlots, Slot, can_capture_slots, open_slots
 from ..models import Model
 from .metrics import SchedulerStatistics
 from .running_text import (
@@ -32,6 +36,9 @@ from .running_text import (
 )
 
 
+_MAX_SEARCH_BATCHES = 2  # batches of captured searches; other configs are searched step by step
+
+
 class TextReporter(Protocol):
     """Receives the events of texts: the scheduler."""
 
@@ -43,16 +50,41 @@ class TextReporter(Protocol):
 
 
 class TextBatches:
-    """The running texts of one model, in at most ``max_rows`` rows; a search has one row per beam."""
+    """The running texts of one model, in at most ``max_rows`` rows; a search has one row per beam.
 
-    def __init__(self, model: Model, max_rows: int, reporter: TextReporter) -> None:
-        self.model, self.max_rows, self._reporter = model, max_rows, reporter
-        self.slots: dict[int, SeparateSlots] = {}  # batches, by the number of rows per slot
-        self._searches: dict[str, JointSearch] = {}  # by config, ignoring max_new_tokens
+    Texts and searches of one width form a batch of at most ``max_texts``, however many rows are left. Where searches
+    are captured, those of one config form a batch.
+    """
+
+    def __init__(self, model: Model, max_rows: int, max_texts: int, reporter: TextReporter) -> None:
+        self.model, self.max_rows, self.max_texts, self._reporter = model, max_rows, max_texts, reporter
+        self.slots: dict[int | str, SeparateSlots] = {}  # batches, by rows per slot or by the config of a search
+        self._captures = can_capture_slots(model)
+        self._searches: dict[str, JointSearch] = {}  # by config
 
     @property
     def n_rows(self) -> int:
         return sum(slots.size * len(slots.taken) for slots in self.slots.values())
+
+    def has_room(self, requests: Sequence[TextRequest]) -> bool:
+        """Whether all these requests can join the running texts."""
+        n_texts = Counter[int]()  # by width
+        for slots in self.slots.values():
+            n_texts[slots.size] += len(slots.taken)
+        for request in requests:
+            n_texts[request.size] += request.copies
+        n_rows = sum(size * n for size, n in n_texts.items())
+        return n_rows <= self.max_rows and all(n <= self._n_slots(size) for size, n in n_texts.items())
+
+    def check_size(self, request: TextRequest) -> None:
+        """Refuse a request that could never join."""
+        n_rows, n_slots = request.size * request.copies, self._n_slots(request.size)
+        if n_rows > self.max_rows or request.copies > n_slots:
+            most = min(self.max_rows, n_slots * request.size)
+            raise ValueError(f"the request needs {n_rows} texts or beams at once; this server runs {most}")
+
+    def _n_slots(self, size: int) -> int:
+        return min(self.max_texts, self.max_rows // size)
 
     def clear(self) -> None:
         """Discard all batches and searches."""
@@ -62,43 +94,69 @@ class TextBatches:
     def leave(self, request: TextRequest) -> None:
         """Free the slots of a request that has ended."""
         for slot in request.slots:
-            self._leave(self.slots[request.size], slot)
+            self._leave(slot)
         request.slots.clear()
 
     def step(self) -> None:
-        """Decode one token of every text."""
-        for size in list(self.slots):
-            self._step(size)
+        """Decode one token of every text; on a GPU, a block of tokens of greedy texts and of captured searches."""
+        for key, slots in list(self.slots.items()):
+            start = time.monotonic()
+            try:
+                n_steps = self._step_in_blocks(slots) or self._step_once(slots)
+            except Exception as error:  # out of memory: the other batches may still fit
+                self._fail_batch(key, error)
+                continue
+            if n_steps:
+                self._reporter.statistics.steps += n_steps
+                self._reporter.statistics.step_seconds += time.monotonic() - start
 
     def start(self, requests: list[TextRequest]) -> None:
         """Give the texts of prefilled requests their slots and first tokens, one batch at a time."""
-        by_size: dict[int, list[Slot]] = {}
+        joined: dict[SeparateSlots, list[Slot]] = {}
         for request in requests:
             try:
-                by_size.setdefault(request.size, []).extend(self._join(request))
+                slots = self._open(request)
+                joined.setdefault(slots, []).extend(self._join(request, slots))
             except Exception as error:  # out of memory
                 self._reporter.end(request, FailureEvent(error))
-        for size, joined in by_size.items():
-            new = [slot for slot in joined if slot in slot.owner.request.slots]
+        for slots, new in joined.items():
+            new = [slot for slot in new if slot in slot.owner.request.slots]
             if not new:
                 continue
             readings = [slot.owner.request.reading for slot in new]
             logits = torch.cat([reading.logits for reading in readings])
-            if size == 1:
-                self._write_tokens(self.slots[1], new, logits, [reading.likeliest for reading in readings])
+            if isinstance(slots, SearchSlots):
+                slots.begin(new, readings, logits)
+            elif slots.size == 1:
+                self._write_tokens(new, logits, [reading.likeliest for reading in readings])
             else:
-                self._start_searches(self.slots[size], new, logits)
+                self._start_searches(slots, new, logits)
         for request in requests:
             request.reading.release()
 
-    def _join(self, request: TextRequest) -> list[Slot]:
-        """Take slots for the texts of a prefilled request."""
+    def _open(self, request: TextRequest) -> SeparateSlots:
+        """The batch of a request."""
         size = request.size
+        if self._captures and size > 1 and can_join(request.config) and request.strings is None:
+            key = _search_key(request.config)
+            captured = {name: slots for name, slots in self.slots.items() if isinstance(slots, SearchSlots)}
+            if key not in captured and len(captured) == _MAX_SEARCH_BATCHES:
+                unused = next((name for name, slots in captured.items() if not slots.taken), None)
+                if unused is not None:
+                    del captured[unused], self.slots[unused]
+            if key not in captured and len(captured) < _MAX_SEARCH_BATCHES:
+                self.slots[key] = SearchSlots(self.model, request.config, self._n_slots(size))
+            if key in self.slots:
+                return self.slots[key]
         if size not in self.slots:
-            self.slots[size] = open_slots(self.model, size, self.max_rows // size)
+            self.slots[size] = open_slots(self.model, size, self._n_slots(size))
+        return self.slots[size]
+
+    def _join(self, request: TextRequest, slots: SeparateSlots) -> list[Slot]:
+        """Take slots for the texts of a prefilled request."""
         request.started = time.monotonic()
         for text in new_texts(request, self.model.config.eos_id):
-            slot = self.slots[size].join(request.reading)
+            slot = slots.join(request.reading)
             slot.owner = text
             request.slots.append(slot)
         return list(request.slots)
@@ -119,36 +177,61 @@ class TextBatches:
             self._search(slots, [new[row] for row in rows], partial(_begin_together, group, texts, logits, rows))
 
     def _joint_search(self, config: GenerateConfig) -> JointSearch:
-        """The joint search of all texts with this config, whatever their ``max_new_tokens``."""
-        key = config.with_(max_new_tokens=1).model_dump_json()
+        """The joint search of all texts with this config."""
+        key = _search_key(config)
         if key not in self._searches:
             max_tokens = max_text_length(self.model.config, target=not self.model.is_decoder_only)
             self._searches[key] = JointSearch(config, self.model.config.eos_id, max_tokens, self.model.device)
         return self._searches[key]
 
-    def _step(self, size: int) -> None:
-        """Decode one token of every text of a batch."""
-        slots = self.slots[size]
-        if not slots.taken:
-            return
-        start = time.monotonic()
-        try:
-            tokens = [token for slot in slots.taken for token in slot.next_tokens]
-            logits = slots.decode(torch.tensor(tokens, device=self.model.device))
-            likeliest = logits.argmax(-1).tolist() if size == 1 else []
-        except Exception as error:  # out of memory: the other batches may still fit
-            self._fail_batch(size, error)
-            return
-        if size == 1:
-            self._write_tokens(slots, list(slots.taken), logits, likeliest)
-        else:
-            self._step_searches(slots, logits.unflatten(0, (-1, size)))
-        self._reporter.statistics.steps += 1
-        self._reporter.statistics.step_seconds += time.monotonic() - start
+    def _step_in_blocks(self, slots: SeparateSlots) -> int:
+        """Start the next block of steps and handle the previous one; returns the number of steps handled or started.
 
-    def _fail_batch(self, size: int, error: Exception) -> None:
+        The device computes a block while the host handles the one before it. So texts that end leave one block late,
+        and what the device computed for them in the meantime is dropped. 0 if the texts are decoded step by step.
+        """
+        previous = slots.block
+        in_blocks = isinstance(slots, SearchSlots) or all(slot.owner.takes_blocks for slot in slots.taken)
+        slots.block = slots.start_block() if in_blocks else None
+        if previous is not None:
+            for slot, result in zip(previous.slots, previous.wait(), strict=True):
+                if slot in slot.owner.request.slots:
+                    self._write_block(slot, result)
+        return 0 if slots.block is None else BLOCK_STEPS
+
+    def _write_block(self, slot: Slot, result: list[int] | list[Hypothesis] | None) -> None:
+        """Report the tokens of a block of one text, or the result of a search if it has ended."""
+        request = slot.owner.request
+        if isinstance(slot.batch, SearchSlots):
+            if result is not None:
+                self._reporter.report(request, SearchEvent(result), is_urgent=True)
+            self._count_tokens(slot, BLOCK_STEPS, is_finished=result is not None)
+            return
+        try:
+            event = slot.owner.add_block(result)
+        except Exception as error:
+            self._reporter.end(request, FailureEvent(error))
+            return
+        is_finished = event.finish is not None
+        self._reporter.report(request, event, is_urgent=is_finished)
+        slot.next_tokens = [event.tokens[-1]]
+        self._count_tokens(slot, len(event.tokens), is_finished)
+
+    def _step_once(self, slots: SeparateSlots) -> int:
+        """Decode one token of every text of a batch; returns the number of steps."""
+        if not slots.taken or isinstance(slots, SearchSlots):
+            return 0
+        tokens = [token for slot in slots.taken for token in slot.next_tokens]
+        logits = slots.decode(torch.tensor(tokens, device=self.model.device))
+        if slots.size == 1:
+            self._write_tokens(list(slots.taken), logits, logits.argmax(-1).tolist())
+        else:
+            self._step_searches(slots, logits.unflatten(0, (-1, slots.size)))
+        return 1
+
+    def _fail_batch(self, key: int | str, error: Exception) -> None:
         """Fail the requests of a batch and discard it; later requests get a new one."""
-        for slot in self.slots.pop(size).taken:
+        for slot in self.slots.pop(key).taken:
             request = slot.owner.request
             self._leave_search(slot)
             request.slots.clear()  # they all belong to this batch
@@ -185,9 +268,9 @@ class TextBatches:
                 slot.next_tokens = step.tokens
             else:
                 self._reporter.report(slot.owner.request, SearchEvent(step.finished), is_urgent=True)
-            self._count_token(slots, slot, is_finished=step.finished is not None)
+            self._count_tokens(slot, 1, step.finished is not None)
 
-    def _write_tokens(self, slots: SeparateSlots, members: list[Slot], logits: Tensor, likeliest: list[int]) -> None:
+    def _write_tokens(self, members: list[Slot], logits: Tensor, likeliest: list[int]) -> None:
         """Choose and report the next tokens of greedy and sampled texts; finished texts leave the batch."""
         events = choose_tokens([slot.owner for slot in members], logits, likeliest)
         for slot, event in zip(members, events, strict=True):
@@ -201,21 +284,21 @@ class TextBatches:
             self._reporter.report(request, event, is_urgent=is_finished or len(slot.owner.tokens) == 1)
             if not is_finished:
                 slot.next_tokens = [slot.owner.tokens[-1]]
-            self._count_token(slots, slot, is_finished)
+            self._count_tokens(slot, 1, is_finished)
 
-    def _count_token(self, slots: SeparateSlots, slot: Slot, is_finished: bool) -> None:
-        """Count a token. A finished text leaves the batch; the request ends with its last text."""
+    def _count_tokens(self, slot: Slot, n: int, is_finished: bool) -> None:
+        """Count n tokens. A finished text leaves the batch; the request ends with its last text."""
         request = slot.owner.request
-        request.n_tokens += 1
-        self._reporter.statistics.written_tokens += 1
+        request.n_tokens += n
+        self._reporter.statistics.written_tokens += n
         if is_finished:
-            self._leave(slots, slot)
+            self._leave(slot)
             request.slots.remove(slot)
             if not request.slots:
                 self._reporter.end(request)
 
-    def _leave(self, slots: SeparateSlots, slot: Slot) -> None:
-        slots.leave(slot)
+    def _leave(self, slot: Slot) -> None:
+        slot.batch.leave(slot)
         self._leave_search(slot)
 
     def _leave_search(self, slot: Slot) -> None:
@@ -225,6 +308,11 @@ class TextBatches:
         group.remove(slot.owner)
         if not group.members:
             self._searches = {key: other for key, other in self._searches.items() if other is not group}
+
+
+def _search_key(config: GenerateConfig) -> str:
+    """Equal for configs that differ only in ``max_new_tokens``."""
+    return config.with_(max_new_tokens=1).model_dump_json()
 
 
 def _begin_together(
