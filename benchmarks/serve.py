@@ -38,7 +38,7 @@ from regard.text.processor import Processor
 from regard.text.tokenizer_training import train_tokenizer
 
 VOCAB, N_NEW = 32_000, 32
-# On a GPU, as in generate_gpu.py: GPT-2 from a prompt of 128 tokens to a context of 512, and 64 tokens from sources of 64.
+# On a GPU, as in generate_gpu.py: GPT-2 from a prompt of 128 tokens to a context of 512; 64 tokens from sources of 64.
 N_PROMPT, N_CONTINUED, N_TRANSLATED = 128, 384, 64
 SMALL: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "d_ff": 128}
 
@@ -162,13 +162,13 @@ def measure_gpu(args: argparse.Namespace, folder: Path) -> list[Row]:
         pairs = load_in_turns(args, url, prompts, (1, 32), **texts)
         rows.append(throughput_row("GPT-2: 32 streams / one", pairs, 8.0))
         offline = generate_offline(speaker.to(args.device), prompts, args.rounds)
-        served = [measure_load(url, prompts, 64, 256, **texts).tokens_per_s for _ in range(args.rounds)]
+        served = [measure_load(url, prompts, 64, 512, **texts).tokens_per_s for _ in range(args.rounds)]
     share = statistics.median(served) / statistics.median(offline)
     figures = f"{_rounded(served)} and {_rounded(offline)} tokens/s"
     rows.append(Row("GPT-2: 64 streams / generate with a batch of 64", share, 0.8, figures))
     with start_server(str(translator.save(folder / "translator")), args.device) as url:
         texts = {"max_tokens": N_TRANSLATED, "beams": 4}
-        served = [measure_load(url, sources, 64, 256, **texts).tokens_per_s for _ in range(args.rounds)]
+        served = [measure_load(url, sources, 64, 512, **texts).tokens_per_s for _ in range(args.rounds)]
     theirs = generate_with_transformers(translator, sources, args)
     times = statistics.median(served) / statistics.median(theirs)
     figures = f"{_rounded(served)} and {_rounded(theirs)} tokens/s"
@@ -181,7 +181,7 @@ def _rounded(rates: list[float]) -> list[int]:
 
 
 def generate_offline(model: regard.Model, prompts: list[str], rounds: int) -> list[float]:
-    """Tokens a second of ``generate`` with all prompts in one batch, after two to warm up and to capture the prompts."""
+    """Tokens a second of ``generate`` with all prompts in one batch, after two to warm up and to capture."""
 
     def tokens_per_second() -> float:
         start = time.perf_counter()

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from generation.spoken import LINES, language_model, translator
-from regard.generation.generate import generate
-from regard.generation.prompt_reading import PROMPT_PART, PrefixCache
+from regard.generation.generate import generate, inference
+from regard.generation.prompt_reading import PROMPT_PART, PrefixCache, PromptReader, PromptReading
 from regard.generation.prompts import read_inputs
+from regard.generation.search_slots import SearchSlots
 from regard.generation.slot_engine import GraphSlots
 from regard.generation.text_codec import ModelTokenizers, merge_config
 from regard.layers.quantised_linear import Int8Linear
@@ -142,6 +143,94 @@ def test_captured_slots_write_what_generate_writes(name: str, beam: int, monkeyp
         assert own.tokens() == generate(model, [row], max_new_tokens=n, beam=beam).hypotheses[0][0].tokens
     assert isinstance(scheduler.batches.slots[beam], GraphSlots)
     scheduler.close()
+
+
+SEARCHES: list[dict[str, Any]] = [
+    {"beam": 3},
+    {"beam": 3, "length_penalty": 0.6, "early_stopping": True},
+    {"beam": 3, "logit_bias": {9: -2.0}},
+    {"beam": 4, "n_best": 2, "groups": 2, "diversity_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("name", ["decoder", "rope", "translator"])
+@pytest.mark.parametrize("fields", SEARCHES, ids=["plain", "early", "biased", "groups"])
+def test_captured_searches_find_what_generate_finds(
+    name: str, fields: dict[str, Any], schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The searches of a GPU, here without a capture: more of them than slots, each with its own length."""
+    monkeypatch.setattr("regard.serving.text_batches.can_capture_slots", lambda model: True)
+    model = MODELS[name]()
+    scheduler, rows = schedule(model, max_rows=4 * fields["beam"]), 2 * rows_of(model)
+    limits = [3, 9, 20, 5, 12, 7, 1, 8]
+    pairs = list(zip(rows, limits, strict=False))
+    asked = [Asked(scheduler, row, max_new_tokens=n, **fields) for row, n in pairs]
+    for own, (row, n) in zip(asked, pairs, strict=True):
+        wanted = generate(model, [row], max_new_tokens=n, **fields).hypotheses[0]
+        event = own.wait().events[-1]
+        assert isinstance(event, SearchEvent)
+        assert [text.tokens for text in event.hypotheses] == [text.tokens for text in wanted]
+        assert [text.finish for text in event.hypotheses] == [text.finish for text in wanted]
+        assert [text.score for text in event.hypotheses] == pytest.approx([text.score for text in wanted], rel=1e-5)
+    assert [type(slots) for slots in scheduler.batches.slots.values()] == [SearchSlots]
+
+
+def test_searches_of_more_configs_than_are_captured(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each config has captures of its own; where there are too many, the batch of a width searches step by step."""
+    monkeypatch.setattr("regard.serving.text_batches.can_capture_slots", lambda model: True)
+    model = translator()
+    scheduler, row = schedule(model, max_rows=24), rows_of(model)[0]
+    ways = [{"beam": 3, "length_penalty": 0.1 * n} for n in range(4)]
+    for _ in range(2):
+        asked = [Asked(scheduler, row, max_new_tokens=9, **way) for way in ways]
+        for way, own in zip(ways, asked, strict=True):
+            assert own.tokens() == generate(model, [row], max_new_tokens=9, **way).hypotheses[0][0].tokens
+        assert sum(isinstance(slots, SearchSlots) for slots in scheduler.batches.slots.values()) == 2
+
+
+@pytest.mark.parametrize("name", ["decoder", "rope", "translator"])
+def test_the_captured_pass_reads_what_the_plain_one_reads(name: str) -> None:
+    """Logits and keys of prompts and sources, twice: nothing is left of the texts of the pass before."""
+    model = MODELS[name]()
+    config = merge_config(model, None, {"max_new_tokens": 5})
+
+    def read(reader: PromptReader, rows: list[list[int]]) -> list[PromptReading]:
+        readings = [PromptReading(model, read_inputs(model, [row], config), config) for row in rows]
+        assert not reader.read(readings)
+        return readings
+
+    with inference(model):
+        plain, captured = PromptReader(model), PromptReader(model)
+        captured.captures = True
+        for rows in (rows_of(model), rows_of(model)[::-1][:2]):
+            for one, other in zip(read(plain, rows), read(captured, rows), strict=True):
+                torch.testing.assert_close(other.logits, one.logits, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(other.keys(), one.keys(), rtol=1e-5, atol=1e-5)
+                if not model.is_decoder_only:
+                    torch.testing.assert_close(other.memory(), one.memory(), rtol=1e-5, atol=1e-5)
+
+
+def test_texts_in_blocks_and_texts_that_choose_take_turns(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy texts are decoded in blocks until one with filters joins, and again when it has left."""
+    monkeypatch.setattr("regard.serving.text_batches.open_slots", GraphSlots)
+    model = language_model(max_len=400)
+    scheduler, rows = schedule(model, max_rows=8), rows_of(model)
+    ways: list[dict[str, Any]] = [
+        {"max_new_tokens": 60, "logit_bias": {}},
+        {"max_new_tokens": 20, "temperature": 0.9, "seed": 3},
+        {"max_new_tokens": 9, "repetition_penalty": 1.3},
+        {"max_new_tokens": 45},
+    ]
+    for row in rows[:2]:
+        asked = [Asked(scheduler, row, **way) for way in ways]
+        for way, own in zip(ways, asked, strict=True):
+            assert own.tokens() == generate(model, [row], **way).hypotheses[0][0].tokens, way
+    sizes = [len(event.tokens) for event in asked[0].events if isinstance(event, TokenEvent)]
+    assert max(sizes) > 1
 
 
 def test_a_seed_draws_the_same_text_in_any_company(schedule: Callable[..., Scheduler]) -> None:

@@ -6,15 +6,18 @@ text in a stream; beam search sends everything at the end. The clients use only 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import multiprocessing
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -104,45 +107,41 @@ def bench_serve(
     beams: int | None = None,
     api_key: str | None = None,
     timeout: float = 120.0,
+    processes: int | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ServeBench:
-    """Send ``requests`` requests to the server at ``url`` with each number of ``clients``, after one to warm up."""
-    connect = _connector(url, timeout)
+    """Send ``requests`` requests to the server at ``url`` with each number of ``clients``, after one to warm up.
+
+    The clients share ``processes`` processes, by default one for every four cores: a single one may be slower than the
+    server.
+    """
     headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
-    load = Load(model or _first_model(connect(), headers, url), max_tokens, beams)
+    n_cores = os.cpu_count() or 1
+    target = Target.of(url, timeout, headers, max(1, n_cores // 4) if processes is None else processes)
+    load = Load(model or _first_model(target.connect(), headers, url), max_tokens, beams)
     bench = ServeBench(url, load)
-    warm_up = _request(connect(), headers, load, prompts[0])
+    warm_up = _request(target.connect(), headers, load, prompts[0])
     if warm_up.error:
         raise RegardError(f"{url} cannot serve these requests: {warm_up.error}")
     for n in clients:
         progress(f"{n} clients, {requests} requests")
-        bench.results.append(_run_load(connect, headers, load, prompts, n, requests))
+        bench.results.append(_run_load(target, load, prompts, n, requests))
     return bench
 
 
-def _run_load(
-    connect: Callable[[], HTTPConnection],
-    headers: dict[str, str],
-    load: Load,
-    prompts: Sequence[str],
-    n: int,
-    requests: int,
-) -> LoadResult:
-    numbers = count()
-
-    def run_client(_: int) -> list[Timing]:
-        connection, timings = connect(), list[Timing]()
-        while (number := next(numbers)) < requests:
-            timings.append(_request(connection, headers, load, prompts[number % len(prompts)]))
-            if timings[-1].error:
-                connection.close()  # the rest of the response would be read as the next one
-        connection.close()
-        return timings
-
-    start = time.perf_counter()
-    with ThreadPoolExecutor(n) as pool:
-        timings = [timing for client in pool.map(run_client, range(n)) for timing in client]
-    seconds = time.perf_counter() - start
+def _run_load(target: Target, load: Load, prompts: Sequence[str], n: int, requests: int) -> LoadResult:
+    shares = list(zip(_shares(n, target.processes), _shares(requests, target.processes), strict=True))
+    starts = list(itertools.accumulate((share[1] for share in shares), initial=0))
+    jobs = [(target, load, prompts, *share, start) for share, start in zip(shares, starts, strict=False) if share[0]]
+    if len(jobs) == 1:
+        runs = [_run_clients(*jobs[0])]
+    else:
+        context = multiprocessing.get_context("spawn")
+        arguments = (context.Barrier(len(jobs)),)
+        with ProcessPoolExecutor(len(jobs), context, initializer=_set_barrier, initargs=arguments) as pool:
+            runs = list(pool.map(_run_clients, *zip(*jobs, strict=True)))
+    timings = [timing for run in runs for timing in run[2]]
+    seconds = max(run[1] for run in runs) - min(run[0] for run in runs)
     good = [timing for timing in timings if not timing.error]
     first, whole = sorted(t.first_s for t in good), sorted(t.whole_s for t in good)
     quantiles = (percentile(first, 0.5), percentile(first, 0.99), percentile(whole, 0.5), percentile(whole, 0.99))
@@ -151,21 +150,72 @@ def _run_load(
     return LoadResult(n, len(timings), seconds, len(good) / seconds, tokens / seconds, *quantiles, errors)
 
 
+def _shares(total: int, parts: int) -> list[int]:
+    """``total`` in ``parts`` numbers that differ by at most 1."""
+    return [total // parts + (number < total % parts) for number in range(parts)]
+
+
+_barrier: Any = None  # lets the processes of a load start together
+
+
+def _set_barrier(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier
+
+
+def _run_clients(
+    target: Target, load: Load, prompts: Sequence[str], n: int, requests: int, first: int
+) -> tuple[float, float, list[Timing]]:
+    """Send ``requests`` requests from number ``first`` on with n clients; returns when they began and ended."""
+    numbers = count()
+
+    def run_client(_: int) -> list[Timing]:
+        connection, timings = target.connect(), list[Timing]()
+        while (number := next(numbers)) < requests:
+            timings.append(_request(connection, target.headers, load, prompts[(first + number) % len(prompts)]))
+            if timings[-1].error:
+                connection.close()  # the rest of the response would be read as the next one
+        connection.close()
+        return timings
+
+    if _barrier is not None:
+        _barrier.wait()
+    start = time.monotonic()
+    with ThreadPoolExecutor(n) as pool:
+        timings = [timing for client in pool.map(run_client, range(n)) for timing in client]
+    return start, time.monotonic(), timings
+
+
 def percentile(ordered: Sequence[float], share: float) -> float:
     """The smallest value that a ``share`` of the values do not exceed; 0 if there are none."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
-def _connector(url: str, timeout: float) -> Callable[[], HTTPConnection]:
-    try:
-        parts = urlsplit(url)
-        scheme, host, port = parts.scheme, parts.hostname, parts.port
-    except ValueError:  # such as a port above 65535
-        scheme, host, port = "", None, None
-    if host is None or scheme not in ("http", "https"):
-        raise RegardError(f"{url} is not the address of a server, such as http://127.0.0.1:8017")
-    kind = HTTPSConnection if scheme == "https" else HTTPConnection
-    return lambda: kind(host, port, timeout=timeout)
+@dataclass(frozen=True)
+class Target:
+    """The server under load, and the number of processes that send requests."""
+
+    scheme: str
+    host: str
+    port: int | None
+    timeout: float
+    headers: dict[str, str]
+    processes: int = 1
+
+    @classmethod
+    def of(cls, url: str, timeout: float, headers: dict[str, str], processes: int) -> Target:
+        try:
+            parts = urlsplit(url)
+            scheme, host, port = parts.scheme, parts.hostname, parts.port
+        except ValueError:  # such as a port above 65535
+            scheme, host, port = "", None, None
+        if host is None or scheme not in ("http", "https"):
+            raise RegardError(f"{url} is not the address of a server, such as http://127.0.0.1:8017")
+        return cls(scheme, host, port, timeout, headers, processes)
+
+    def connect(self) -> HTTPConnection:
+        kind = HTTPSConnection if self.scheme == "https" else HTTPConnection
+        return kind(self.host, self.port, timeout=self.timeout)
 
 
 def _first_model(connection: HTTPConnection, headers: dict[str, str], url: str) -> str:

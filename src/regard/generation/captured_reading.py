@@ -8,7 +8,7 @@ take the uncaptured pass of ``PromptReader``, which computes the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class FixedKeys(RaggedKeys):
     """The keys and values of ``FixedRows``; none precede them."""
 
     def __init__(self, shape: DecoderShape, rows: FixedRows, dtype: torch.dtype, causal: bool) -> None:
-        self.ragged, self.positions, self._causal = rows, rows.index, causal
+        self.ragged, self.positions, self._text_ends, self._causal = rows, rows.index, rows.ends, causal
         sizes = (shape.n_layers, 2, N_TEXTS + 1, shape.n_kv_heads, WIDTH, shape.d_head)
         self.data = torch.zeros(sizes, dtype=dtype, device=rows.device)
         self._columns = torch.arange(WIDTH, device=rows.device)
@@ -57,7 +57,7 @@ class FixedKeys(RaggedKeys):
     def begin(self) -> None:
         """Forget the previous texts."""
         self.data.zero_()  # a leftover infinity times weight 0 would be NaN
-        last = self._columns if self._causal else self.ragged.ends[:, None] - 1
+        last = self._columns if self._causal else self._text_ends[:, None] - 1
         visible = (self._columns <= last[..., None]).expand(N_TEXTS + 1, WIDTH, WIDTH)
         self.mask = torch.zeros(visible.shape, dtype=self.data.dtype, device=self.data.device)
         self.mask = self.mask.masked_fill_(~visible, -math.inf)[:, None]
@@ -78,7 +78,9 @@ class PassResult(NamedTuple):
 class CapturedReading:
     """The pass over the prompts of one model, and over their sources if it has an encoder."""
 
-    def __init__(self, decoder: Any, encoder: Any, table: Tensor | None, shape: DecoderShape, dtype: torch.dtype) -> None:
+    def __init__(
+        self, decoder: Any, encoder: Any, table: Tensor | None, shape: DecoderShape, dtype: torch.dtype
+    ) -> None:
         self._decoder, self._encoder, self._table = decoder, encoder, table
         device = decoder.table.weight.device
         self._rows, self._source_rows = FixedRows(device), FixedRows(device)
@@ -89,9 +91,10 @@ class CapturedReading:
         self._run = CapturedStep(self._compute, device)
 
     @staticmethod
-    def fits(texts: Sequence[Sequence[int]]) -> bool:
+    def fits(texts: Sequence[Sized]) -> bool:
         """Whether a pass can read these prompts, or these sources, together."""
-        return len(texts) <= N_TEXTS and max(map(len, texts)) <= WIDTH and sum(map(len, texts)) <= N_ROWS
+        lengths = list(map(len, texts))
+        return len(lengths) <= N_TEXTS and max(lengths, default=0) <= WIDTH and sum(lengths) <= N_ROWS
 
     def read(self, prompts: Sequence[list[int]], sources: Sequence[list[int]]) -> list[PassResult]:
         self._rows.set(prompts)

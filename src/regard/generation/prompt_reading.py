@@ -29,8 +29,8 @@ from ..layers import Embeddings
 from ..models import Model
 from ..models.base_model import DecoderShape, join_padding
 from .cached_engine import DecodingEngine, attention_obstacle, check_logits, plain_engine
-from .cpu_engine import MemoryKeys, RowBlock, RowDecoder, packed_weights, row_block_obstacle, row_norm, row_obstacle
 from .captured_reading import N_ROWS, N_TEXTS, CapturedReading, write_memory
+from .cpu_engine import MemoryKeys, RowBlock, RowDecoder, packed_weights, row_block_obstacle, row_norm, row_obstacle
 from .cuda_graph import can_capture
 from .generation_config import GenerateConfig
 from .prompts import ModelInputs, Prompts, max_text_length, pad_prompts, pad_sources
@@ -255,8 +255,7 @@ class PromptReader:
         parts = [reading.next_part() for reading in readings]
         sources = [reading.inputs.sources[0] for reading in readings if reading.inputs.sources is not None]
         is_fresh = all(past is None for past in pasts) and all(source.dim() == 1 for source in sources)
-        fits = is_fresh and all(map(CapturedReading.fits, filter(len, (parts, sources))))
-        if fits and self._captured is not None:
+        if is_fresh and CapturedReading.fits(parts) and CapturedReading.fits(sources) and self._captured is not None:
             results = self._captured.read(parts, [source.tolist() for source in sources])
             logits = [result.logits for result in results]
             likeliest = check_logits(torch.cat(logits)).argmax(-1).tolist()

@@ -309,7 +309,9 @@ class GraphSlots(SeparateSlots):
             return None
         state, unset = self._decoder.state, [slot for slot in self._unset if slot in self.taken]
         if unset:
-            rows, tokens = upload([[slot.index for slot in unset], [slot.next_tokens[0] for slot in unset]], state.tokens)
+            rows, tokens = upload(
+                [[slot.index for slot in unset], [slot.next_tokens[0] for slot in unset]], state.tokens
+            )
             state.tokens[rows] = tokens
         self._unset = []
         state.steps.zero_()  # the tokens of a block are the first rows of the history

@@ -185,6 +185,8 @@ class Experts(nn.Module):
 
     def _needs_fixed_shapes(self, rows: Tensor) -> bool:
         """Shapes must not depend on data in an exported graph, nor in a CUDA graph without grouped products."""
+        if torch.compiler.is_dynamo_compiling():  # torch 2.11 calls that an export too
+            return False
         capturing = rows.is_cuda and torch.cuda.is_current_stream_capturing()
         return torch.compiler.is_exporting() or (capturing and not can_group(rows, self.w_in.weight))
 

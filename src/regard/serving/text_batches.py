@@ -10,12 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..generation.beam_search import Hypothesis
 from ..generation.cuda_graph import BLOCK_STEPS
 from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
@@ -34,7 +33,6 @@ from .running_text import (
     choose_tokens,
     new_texts,
 )
-
 
 _MAX_SEARCH_BATCHES = 2  # batches of captured searches; other configs are searched step by step
 
@@ -199,7 +197,7 @@ class TextBatches:
                     self._write_block(slot, result)
         return 0 if slots.block is None else BLOCK_STEPS
 
-    def _write_block(self, slot: Slot, result: list[int] | list[Hypothesis] | None) -> None:
+    def _write_block(self, slot: Slot, result: Any) -> None:
         """Report the tokens of a block of one text, or the result of a search if it has ended."""
         request = slot.owner.request
         if isinstance(slot.batch, SearchSlots):
