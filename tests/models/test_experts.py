@@ -210,6 +210,17 @@ def test_an_attribution_of_experts_is_whole() -> None:
     assert split.parts["ff"].abs().min() > 0
 
 
+def test_compiled_experts_process_only_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 says of a compiled function that it is exported; its experts then all processed every token."""
+    for name in ("is_exporting", "is_dynamo_compiling"):
+        monkeypatch.setattr(torch.compiler, name, lambda: True)
+    ff = build(ModelConfig(**ROUTED)).decoder.blocks[0].ff
+    assert isinstance(ff, Experts)
+    monkeypatch.setattr(Experts, "_run_all", None)
+    x = torch.randn(2, 5, ff.router.in_features)
+    torch.testing.assert_close(ff(x), ff.reference(x))
+
+
 @pytest.mark.gpu
 def test_one_grouped_product_is_those_of_the_experts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

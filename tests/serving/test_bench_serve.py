@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from regard.cli import main
-from regard.experiments.bench_serve import percentile, start_server
+from regard.experiments.bench_serve import bench_serve, percentile, start_server
 from regard.models import Model
 
 from .served_api import ServedApi
@@ -35,6 +35,13 @@ def test_streams_and_searches_of_a_running_server(api: ServedApi, tmp_path: Path
     said = capsys.readouterr().out
     assert "/v1/translate" in said
     assert "first p50, ms" in said
+
+
+def test_clients_in_several_processes_are_counted_together(api: ServedApi) -> None:
+    bench = bench_serve(api.url, model="speaker", clients=(3,), requests=7, max_tokens=2, processes=2)
+    (result,) = bench.results
+    assert (result.clients, result.requests, result.errors) == (3, 7, {})
+    assert result.tokens_per_s == pytest.approx(7 * 2 / result.seconds)
 
 
 def test_what_goes_wrong_is_counted_and_said(api: ServedApi, tmp_path: Path, capsys: Said) -> None:

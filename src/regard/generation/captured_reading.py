@@ -8,7 +8,7 @@ take the uncaptured pass of ``PromptReader``, which computes the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
