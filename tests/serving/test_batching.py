@@ -212,6 +212,28 @@ def test_the_captured_pass_reads_what_the_plain_one_reads(name: str) -> None:
                     torch.testing.assert_close(other.memory(), one.memory(), rtol=1e-5, atol=1e-5)
 
 
+def test_texts_drawn_in_blocks_are_those_of_generate(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By temperature alone, greedy ones among them, and whether or not they were decoded step by step in between."""
+    monkeypatch.setattr("regard.serving.text_batches.open_slots", GraphSlots)
+    model = language_model(max_len=400)
+    scheduler, rows = schedule(model, max_rows=8), rows_of(model)
+    ways: list[dict[str, Any]] = [
+        {"max_new_tokens": 50, "temperature": 0.9, "seed": 3},
+        {"max_new_tokens": 33},
+        {"max_new_tokens": 21, "sample": True, "seed": 5, "n_best": 2},
+        {"max_new_tokens": 7, "temperature": 1.2, "top_k": 5, "seed": 4},
+    ]
+    for row in rows[:3]:
+        asked = [Asked(scheduler, row, **way) for way in ways]
+        for way, own in zip(ways, asked, strict=True):
+            texts = [text.tokens for text in sorted(generate(model, [row], **way).hypotheses[0], key=id)]
+            assert own.tokens() in texts, way
+    sizes = [len(event.tokens) for event in asked[0].events if isinstance(event, TokenEvent)]
+    assert max(sizes) > 1
+
+
 def test_texts_in_blocks_and_texts_that_choose_take_turns(
     schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,12 +70,12 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def upload(numbers: list[Any], like: torch.Tensor) -> torch.Tensor:
-    """An int64 tensor of nested lists, on the device of ``like``.
+    """A tensor of nested lists, with the device and dtype of ``like``.
 
     A GPU copies it from pinned memory, for which the host does not wait; of pageable memory it would wait for all the
     work that the GPU has been given.
     """
     import torch
 
-    tensor = torch.tensor(numbers, dtype=torch.int64)
+    tensor = torch.tensor(numbers, dtype=like.dtype)
     return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor.to(like.device)

@@ -7,7 +7,7 @@ searches of one batch share a config apart from the limit of new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from .cuda_graph import BLOCK_STEPS, CapturedStep, copy_to_host
 from .generation_config import GenerateConfig
 from .prompt_reading import PromptReading
 from .prompts import Prompts
-from .slot_engine import GraphSlots, Slot
+from .slot_engine import Draws, GraphSlots, Slot
 
 
 class SearchBlock(NamedTuple):
@@ -101,7 +101,7 @@ class SearchSlots(GraphSlots):
         super().leave(slot)
         self._beams.open[slot.index] = False
 
-    def start_block(self) -> SearchBlock | None:  # type: ignore[override]  # the texts of a search, not tokens
+    def start_block(self, draws: Mapping[Slot, Draws]) -> SearchBlock | None:  # type: ignore[override]  # texts, not tokens
         """Start ``BLOCK_STEPS`` steps of every search without waiting for them; None if no slot is taken."""
         if not self.taken:
             return None

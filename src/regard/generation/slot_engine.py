@@ -3,7 +3,7 @@
 slots = open_slots(model, size, max_slots)           ``size`` rows per slot: 1, or the beams of a search
 slot = slots.join(reading)                           for a prompt that has been read (``prompt_reading``)
 logits = slots.decode(tokens)                        one token for every row of every taken slot
-block = slots.start_block()                          several greedy tokens for every slot (``GraphSlots``)
+block = slots.start_block(draws)                     several tokens for every slot (``GraphSlots``)
 slots.select(slot, parents)                          reorder the beams of one slot
 slots.leave(slot)
 
@@ -16,7 +16,7 @@ slots are taken. Models whose step can be computed in neither way decode each sl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,11 +30,12 @@ from ..models.base_model import DecoderShape
 from ..models.components import window_of
 from .cached_engine import DecodingEngine
 from .cpu_engine import MemoryKeys, RowDecoder, row_step_obstacle
-from .cuda_graph import BLOCK_STEPS, GraphDecoder, GraphShape, can_capture, copy_to_host
+from .cuda_graph import BLOCK_STEPS, CapturedStep, GraphDecoder, GraphShape, can_capture, copy_to_host
 from .generation_config import GenerateConfig
 from .prompt_reading import PromptReading
 from .prompts import max_text_length
 from .ragged_rows import COLUMN_MULTIPLE, padded_width
+from .sampling import draw_tokens
 
 _COMPACT_STEPS = 16  # steps after which keys that no beam uses are dropped
 
@@ -47,6 +48,13 @@ class Slot:
     batch: SeparateSlots
     owner: Any = None
     next_tokens: list[int] = field(default_factory=list)  # the next input token of each row
+
+
+class Draws(NamedTuple):
+    """How the tokens of a text are sampled in a block."""
+
+    temperature: float
+    uniform: list[float]  # the random number of each token, up to the limit of the text
 
 
 class TokenBlock(NamedTuple):
@@ -92,8 +100,9 @@ class SeparateSlots:
         parts = zip(self.taken, tokens.split(self.size), strict=True)
         return torch.cat([self._engines[slot].decode_one_token(slot_tokens) for slot, slot_tokens in parts])
 
-    def start_block(self) -> TokenBlock | None:
-        """Start several greedy steps of every slot; None if these slots only decode step by step, or none is taken."""
+    def start_block(self, draws: Mapping[Slot, Draws]) -> TokenBlock | None:
+        """Start several steps of every slot, greedy but for those with ``draws``; None if no slot is taken, or if these
+        slots only decode step by step."""
         return None
 
     def select(self, slot: Slot, parents: Tensor) -> None:
@@ -260,8 +269,8 @@ class CpuSlots(SeparateSlots):
 class GraphSlots(SeparateSlots):
     """The slots of a batch, decoded by a captured step whose shape does not depend on which are taken; none moves.
 
-    Greedy texts can also be decoded in blocks of several steps, each choosing the token that the next one reads: the
-    next block runs while the host handles the tokens of the previous one.
+    Texts can also be decoded in blocks of several steps, each choosing the token that the next one reads: the next
+    block runs while the host handles the tokens of the previous one.
     """
 
     def __init__(self, model: Model, size: int, max_slots: int) -> None:
@@ -276,8 +285,21 @@ class GraphSlots(SeparateSlots):
         self._unset: list[Slot] = []  # slots whose next tokens are not on the device
 
     def _capture(self) -> None:
-        self._step = self._decoder.logit_step()
-        self._greedy_steps = self._decoder.token_steps(GenerateConfig(), None) if self.size == 1 else None
+        decoder = self._decoder
+        self._step = decoder.logit_step()
+        if self.size > 1:
+            return
+        self._greedy_steps = decoder.token_steps(GenerateConfig(), None)
+        self._inverse = torch.zeros(decoder.shape.rows, device=decoder.device)  # 1 / temperature; 0: greedy
+        self._mixed_steps = CapturedStep(self._choose_mixed, decoder.device, BLOCK_STEPS)
+
+    def _choose_mixed(self) -> None:
+        """One step in which some rows are greedy and others are sampled."""
+        state, draws, logits = self._decoder.state, self._decoder.draws, self._decoder.logits().float()
+        drawn = draw_tokens(logits * self._inverse[:, None], draws.gather(1, state.steps[:, None])[:, 0])
+        state.advance()
+        tokens = torch.where(self._inverse > 0, drawn, logits.argmax(-1))
+        state.append(tokens, torch.zeros_like(state.log_probs[0]))
 
     def join(self, reading: PromptReading) -> Slot:
         slot = Slot(self._free[-1], self)
@@ -303,20 +325,29 @@ class GraphSlots(SeparateSlots):
         assert logits is not None
         return logits[self._rows].float()
 
-    def start_block(self) -> TokenBlock | None:
-        """Start ``BLOCK_STEPS`` greedy steps of every slot without waiting for their tokens; None for searches."""
-        if self._greedy_steps is None or not self.taken:
+    def start_block(self, draws: Mapping[Slot, Draws]) -> TokenBlock | None:
+        if self.size > 1 or not self.taken:
             return None
         state, unset = self._decoder.state, [slot for slot in self._unset if slot in self.taken]
         if unset:
-            rows, tokens = upload(
-                [[slot.index for slot in unset], [slot.next_tokens[0] for slot in unset]], state.tokens
-            )
+            indices, next_tokens = [slot.index for slot in unset], [slot.next_tokens[0] for slot in unset]
+            rows, tokens = upload([indices, next_tokens], state.tokens)
             state.tokens[rows] = tokens
         self._unset = []
         state.steps.zero_()  # the tokens of a block are the first rows of the history
-        self._greedy_steps()
+        if draws:
+            self._set_draws(draws)
+        (self._mixed_steps if draws else self._greedy_steps)()
         return TokenBlock(list(self.taken), copy_to_host((state.history[:BLOCK_STEPS],)))
+
+    def _set_draws(self, draws: Mapping[Slot, Draws]) -> None:
+        inverse, numbers = [0.0] * self._decoder.shape.rows, list[list[float]]()
+        for slot, (temperature, uniform) in draws.items():
+            inverse[slot.index] = 1 / temperature
+            numbers.append([*uniform, *[0.0] * (BLOCK_STEPS - len(uniform))])
+        rows = upload([slot.index for slot in draws], self._rows)
+        self._inverse.copy_(upload(inverse, self._inverse))
+        self._decoder.draws[rows, :BLOCK_STEPS] = upload(numbers, self._decoder.draws)
 
     def select(self, slot: Slot, parents: Tensor) -> None:
         self.select_all([slot], parents[None])

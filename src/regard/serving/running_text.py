@@ -19,7 +19,7 @@ from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompt_reading import PromptReading
 from ..generation.sampling import draw_tokens, filter_logits, has_filters, reads_text, uniform_draws
-from ..generation.slot_engine import Slot
+from ..generation.slot_engine import Draws, Slot
 from ..generation.stop_conditions import END, GOING_ON, LENGTH, TEXT, Finish, StopStrings, finish_reason, stop_codes
 
 
@@ -147,8 +147,18 @@ class SampledText:
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether its next tokens are the likeliest ones, whatever they are, until it ends."""
-        return self.request.n_top is None and not self.chooses
+        """Whether its next tokens are the likeliest or drawn by temperature alone, whatever they are, until it ends."""
+        config = self._config
+        if self.request.n_top is not None or self._constraint is not None or has_filters(config, len(self.tokens)):
+            return False
+        return config.top_k is None and config.min_p is None and (config.top_p is None or config.top_p >= 1)
+
+    def next_draws(self, n_before: int, n: int) -> Draws | None:
+        """How to sample the n tokens after the next ``n_before``; None if it is greedy."""
+        if self._draws is None:
+            return None
+        first = len(self.tokens) + n_before
+        return Draws(self._config.temperature or 1.0, self._draws[first : first + n].tolist())
 
     def add_block(self, tokens: Sequence[int]) -> TokenEvent:
         """Append tokens that were decoded as a block, up to the end of the text; returns their event."""
@@ -250,7 +260,7 @@ class SearchedText:
 
     @property
     def takes_blocks(self) -> bool:
-        """False: where searches are captured, all of a batch are."""
+        """Always False: where searches are captured, all of a batch are."""
         return False
 
     def steps(self, logits: Tensor) -> list[SearchStep]:

@@ -20,7 +20,7 @@ from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompts import max_text_length
 from ..generation.search_slots import SearchSlots
-from ..generation.slot_engine import SeparateSlots, Slot, can_capture_slots, open_slots
+from ..generation.slot_engine import Draws, SeparateSlots, Slot, can_capture_slots, open_slots
 from ..models import Model
 from .metrics import SchedulerStatistics
 from .running_text import (
@@ -190,7 +190,7 @@ class TextBatches:
         """
         previous = slots.block
         in_blocks = isinstance(slots, SearchSlots) or all(slot.owner.takes_blocks for slot in slots.taken)
-        slots.block = slots.start_block() if in_blocks else None
+        slots.block = slots.start_block(_draws(slots)) if in_blocks else None
         if previous is not None:
             for slot, result in zip(previous.slots, previous.wait(), strict=True):
                 if slot in slot.owner.request.slots:
@@ -306,6 +306,15 @@ class TextBatches:
         group.remove(slot.owner)
         if not group.members:
             self._searches = {key: other for key, other in self._searches.items() if other is not group}
+
+
+def _draws(slots: SeparateSlots) -> dict[Slot, Draws]:
+    """How the next block of tokens is sampled, for the texts that are not greedy."""
+    if isinstance(slots, SearchSlots):
+        return {}
+    running = set() if slots.block is None else set(slots.block.slots)  # their last tokens are still being computed
+    draws = {slot: slot.owner.next_draws(BLOCK_STEPS * (slot in running), BLOCK_STEPS) for slot in slots.taken}
+    return {slot: each for slot, each in draws.items() if each is not None}
 
 
 def _search_key(config: GenerateConfig) -> str:
