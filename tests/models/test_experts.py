@@ -15,7 +15,7 @@ from regard.config import ModelConfig
 from regard.lens.activations import capture
 from regard.lens.interventions import patch, watch
 from regard.models import Model, build
-from regard.models.experts import Experts, take_router_losses
+from regard.models.experts import Experts, grouped_product, take_router_losses
 from regard.training.journal import draw_curves
 from regard.training.loss import Batch, Objective
 
@@ -219,6 +219,18 @@ def test_compiled_experts_process_only_their_own_tokens(monkeypatch: pytest.Monk
     monkeypatch.setattr(Experts, "_run_all", None)
     x = torch.randn(2, 5, ff.router.in_features)
     torch.testing.assert_close(ff(x), ff.reference(x))
+
+
+def test_the_grouped_product_and_its_gradients_are_those_of_each_expert() -> None:
+    torch.manual_seed(0)
+    counts = torch.tensor([5, 0, 20, 12])
+    x = torch.randn(int(counts.sum()), 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 24, 16, dtype=torch.bfloat16, requires_grad=True)
+    y = grouped_product(x, weight, counts.cumsum(0, dtype=torch.int32))
+    wanted = torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(counts.tolist()), weight, strict=True)])
+    slope = torch.randn_like(y)
+    own, theirs = (torch.autograd.grad((out * slope).sum(), [x, weight]) for out in (y, wanted))
+    torch.testing.assert_close((y, *own), (wanted, *theirs), atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.gpu

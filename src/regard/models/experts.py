@@ -47,7 +47,7 @@ class ExpertLinear(nn.Module):
         """Rows (R, in) sorted by expert, each row's expert (R,), the number of rows of each expert (E,) → (R, out)."""
         weight = self.weight.to(x.dtype)
         if can_group(x, weight):
-            y = torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0, dtype=torch.int32))
+            y = grouped_product(x, weight, counts.cumsum(0, dtype=torch.int32))
         else:
             y = _multiply_one_by_one(x, weight, counts)
         return y if self.bias is None else y + self.bias.to(x.dtype)[experts]
@@ -66,6 +66,41 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
     """Whether torch can multiply the rows of all experts in one launch: on a GPU, in bf16, with aligned widths."""
     supported = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
     return supported and all(width % _ALIGNMENT == 0 for width in weight.shape[1:])
+
+
+# Custom operators, so that compiled code launches the same kernels.
+@torch.library.custom_op("regard::grouped_product", mutates_args=())
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows (R, in) times the weights (E, out, in) of their experts → (R, out); those of expert e end at ends[e]."""
+    return torch._grouped_mm(x, weight.mT, offs=ends)
+
+
+@torch.library.custom_op("regard::grouped_product_gradients", mutates_args=())
+def grouped_product_gradients(d_y: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weights."""
+    d_y = d_y.contiguous()
+    return torch._grouped_mm(d_y, weight, offs=ends), torch._grouped_mm(d_y.mT, x, offs=ends)
+
+
+@grouped_product.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(len(x), weight.shape[1])
+
+
+@grouped_product_gradients.register_fake
+def _(d_y: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *grouped_product_gradients(d_y, *ctx.saved_tensors), None
+
+
+grouped_product.register_autograd(_backward, setup_context=_save_inputs)
 
 
 # Compiling would specialise on the number of rows of each expert. This is torch.compiler.disable, which would import
