@@ -52,7 +52,7 @@ class SearchBuffers:
         self.beams.step.zero_()
         self.beams.open.zero_()
         self.beams.limit[:n] = new.limit
-        for buffer, x in zip(_changing(self.beams)[1:], _changing(new)[1:], strict=True):
+        for buffer, x in zip(changing_tensors(self.beams)[1:], changing_tensors(new)[1:], strict=True):
             buffer[:n] = x
         first = logits.new_zeros(self.decoder.shape.rows, logits.shape[1])
         first[: len(logits)] = logits
@@ -65,7 +65,7 @@ class SearchBuffers:
         for buffer, x in zip(self.table[1:], result[1:], strict=True):
             buffer.index_copy_(0, step, x[None])
         self.is_open.index_copy_(0, step, beams.open.any(-1)[None])
-        for buffer, x in zip(_changing(self.beams), _changing(beams), strict=True):
+        for buffer, x in zip(changing_tensors(self.beams), changing_tensors(beams), strict=True):
             buffer.copy_(x)
         decoder.keys.select((self.first_row + result.parent).flatten(), decoder.state.lengths)
         decoder.state.tokens.copy_(result.token.flatten())
@@ -85,7 +85,7 @@ class SearchBuffers:
         return finished
 
 
-def _changing(beams: Beams) -> list[Tensor]:
+def changing_tensors(beams: Beams) -> list[Tensor]:
     """The tensors that a step updates."""
     return [beams.step, beams.score, beams.open, *beams.pool]
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..foundation.device import upload
 from ..models import Model
-from .beam_search import Beams, BeamSearch, BeamStep, Hypothesis, Pool
+from .beam_search import BeamSearch, BeamStep, Hypothesis, Pool
+from .captured_search import changing_tensors
 from .cuda_graph import BLOCK_STEPS, CapturedStep, copy_to_host
 from .generation_config import GenerateConfig
 from .prompt_reading import PromptReading
@@ -77,7 +78,7 @@ class SearchSlots(GraphSlots):
         result = self.rules.advance(beams, logits, step)
         self._table[step, self._numbers] = torch.stack([result.parent, result.token], 1)
         beams.step = step + was_open  # that of a search that has ended stays
-        for buffer, x in zip(_changing(self._beams), _changing(beams), strict=True):
+        for buffer, x in zip(changing_tensors(self._beams), changing_tensors(beams), strict=True):
             buffer.copy_(x)
         decoder.keys.select((self._numbers[:, None] * self.size + result.parent).flatten(), decoder.state.lengths)
         decoder.state.tokens.copy_(result.token.flatten())
@@ -91,7 +92,7 @@ class SearchSlots(GraphSlots):
         result: BeamStep = self.rules.advance(beams, logits.repeat_interleave(self.size, 0), beams.step)
         index = upload([slot.index for slot in slots], limit)
         self._beams.limit[index] = limit
-        for buffer, x in zip(_changing(self._beams), _changing(beams), strict=True):
+        for buffer, x in zip(changing_tensors(self._beams), changing_tensors(beams), strict=True):
             buffer[index] = x
         self._table[0, index] = torch.stack([result.parent, result.token], 1)
         rows = index[:, None] * self.size + torch.arange(self.size, device=index.device)
@@ -108,8 +109,3 @@ class SearchSlots(GraphSlots):
         self._steps()
         state = self._table, self._beams.open.any(-1), *self._beams.pool
         return SearchBlock(list(self.taken), copy_to_host(state), self.rules)
-
-
-def _changing(beams: Beams) -> list[Any]:
-    """The tensors that a step updates."""
-    return [beams.step, beams.score, beams.open, *beams.pool]
