@@ -31,7 +31,7 @@ from regard.generation.cuda_graph import (
     can_capture,
     release_captures,
 )
-from regard.generation.decode_step import DecodeStep, TorchOps, can_fuse, capture_obstacle
+from regard.generation.decode_step import DecodeStep, TorchOps, can_fuse, capture_obstacle, merge_parts
 from regard.generation.generate import prepare
 from regard.generation.generation_config import GenerateConfig
 from regard.generation.prompts import ModelInputs, pad_prompts, pad_sources
@@ -505,6 +505,63 @@ def test_the_kernel_of_attention(
             assert torch.equal(own[0][row, :, length], inputs[1][row])
             assert torch.equal(own[1][row, :, length], inputs[2][row])
     near(results[kernels(), dtype], results[TorchOps, dtype], results[TorchOps, torch.float64])
+
+
+def use_short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 keys, so that a part of a few hundred has several."""
+    for name, value in {"PART_KEYS": 50, "attention_tile": (16, 4), "dot_tile": (16, 4, 2)}.items():
+        value = value if name.isupper() else lambda *_, value=value: value
+        monkeypatch.setattr(f"regard.kernels.decode_attention.{name}", value)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("added", ["nothing", "both"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2)])
+def test_a_product_merges_the_parts_of_attention(
+    device: str, dtype: torch.dtype, heads: int, groups: int, added: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_short_parts(monkeypatch)
+    rows, width, slots = 2, 32, 200
+    q = draw(rows, heads, width, device=device, dtype=dtype)
+    k, v = (draw(rows, groups, width, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    held = [draw(rows, groups, slots, width, device=device, dtype=dtype, seed=s) for s in (3, 4)]
+    weight = draw(50, heads * width, device=device, dtype=dtype, seed=5) / width
+    origin = torch.randint(rows, (rows, slots), generator=torch.Generator().manual_seed(6)).to(device)
+    bias = draw(heads, slots, device=device, dtype=dtype, seed=7)
+    for length in (0, 1, 15, 16, 17, 64, 199):
+        lengths, results = torch.full((rows,), length, device=device), []
+        for parts, wide in ((kernels(), dtype), (TorchOps, dtype), (TorchOps, torch.float64)):
+            inputs, own = [x.to(wide) for x in (q, k, v)], [x.clone().to(wide) for x in held]
+            more = () if added == "nothing" else (origin, bias.to(wide))
+            attended = parts.attend_one_in_parts(*inputs, *own, lengths, 0.2, *more)
+            if parts is not TorchOps:
+                assert [len(x) for x in attended] == [4, 4]
+                torch.testing.assert_close(
+                    merge_parts(*attended), parts.attend_one(*inputs, *own, lengths, 0.2, *more), rtol=2e-2, atol=2e-2
+                )
+            results.append(parts.linear(attended, weight.to(wide)))
+            assert torch.equal(own[0][:, :, length], inputs[1])
+        near(*results)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_product_merges_the_parts_of_a_memory(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_short_parts(monkeypatch)
+    q = draw(6, 6, 32, device=device, dtype=dtype)
+    k, v = (draw(3, 2, 100, 32, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    weight, lengths = draw(50, 192, device=device, dtype=dtype, seed=5) / 32, torch.tensor([100, 1, 33], device=device)
+    results = []
+    for parts, wide in ((kernels(), dtype), (TorchOps, dtype), (TorchOps, torch.float64)):
+        attended = parts.attend_memory_in_parts(*(x.to(wide) for x in (q, k, v)), lengths, 0.2)
+        assert parts is TorchOps or len(attended) == 2
+        results.append(parts.linear(attended, weight.to(wide)))
+    near(*results)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -194,11 +194,20 @@ def test_in_float32(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_error_in_half_precision(name: str, dtype: torch.dtype, width: int) -> None:
-    """At most twice the error of the formula in that precision."""
     case = CASES[name]
     if width > 64 and "additive" in name:
         pytest.skip("the formula needs T · S · D numbers")
-    case = replace(case, d=width, t=case.t * 3 + 1, s=case.s * 3 + 1)
+    check_error(replace(case, d=width, t=case.t * 3 + 1, s=case.s * 3 + 1), dtype)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("xl")])
+def test_pairs_of_half_precision(name: str) -> None:
+    """The kernels of Transformer-XL treat two numbers of half precision as one, in the interpreter too."""
+    check_error(replace(CASES[name], d=24), torch.float16)
+
+
+def check_error(case: Case, dtype: torch.dtype) -> None:
+    """At most twice the error of the formula in that precision."""
     exact = compute(formula, case, torch.float32)
     plain, found = compute(plain_formula, case, dtype), compute(triton, case, dtype)
     for ours, theirs, wanted in zip(found, plain, exact, strict=True):

@@ -25,6 +25,11 @@ PRODUCTS = (
     "_normalises_the_residual_too[rms-torch.float32-interpreted]",
     "_in_several_tiles[layer-torch.float32-interpreted]",
 )
+PARTS = (
+    "attention[lines-4-4-nothing-torch.float32-interpreted]",
+    "a_memory[tiles-torch.float32-interpreted]",
+)
+TILES = ("torch.float16-32-True", "torch.float32-16-False")
 LOSSES = ("12-300-0.1-None-True-5", "7-129-0.0-2.0-True-None")  # rows, classes, smoothing, cap, bias, chunk
 
 
@@ -32,13 +37,17 @@ LOSSES = ("12-300-0.1-None-True-5", "7-129-0.0-2.0-True-None")  # rows, classes,
 @pytest.mark.skipif(not TRITON.exists() and find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_in_tritons_interpreter() -> None:
     tests = [f"{HERE / 'test_attention_kernels.py'}::test_in_float32[{name}]" for name in FLASH + OTHERS]
+    tests.append(f"{HERE / 'test_attention_kernels.py'}::test_pairs_of_half_precision[xl memory]")
     tests.append(f"{HERE / 'test_attention_kernels.py'}::test_torch_compile_keeps_the_kernel[strided]")
     tests += [f"{HERE / 'test_map_kernels.py'}::test_every_reading_is_that_of_the_walk[{name}-40-40]" for name in MAPS]
+    tiles = HERE / "test_xl_tiles.py"
+    tests += [f"{tiles}::test_halves_are_joined_and_rows_rotated[{name}]" for name in TILES]
     loss = HERE / "test_token_loss.py"
     tests += [f"{loss}::test_it_is_plain_torch_within_twice_the_error_of_bf16[{name}]" for name in LOSSES]
     tests.append(f"{loss}::test_rows_without_a_target_have_no_gradient")
     decoding = HERE.parent / "generation" / "test_cuda_graph.py"
     tests += [f"{decoding}::test_the_kernel_of_a_product{name}" for name in PRODUCTS]
+    tests += [f"{decoding}::test_a_product_merges_the_parts_of_{name}" for name in PARTS]
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(TRITON)]))
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]

@@ -13,6 +13,7 @@ Prompts go through the same modules, without the masks, frames and taps of the m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
@@ -36,6 +37,7 @@ MAX_FEW = 4  # rows up to which reading the weights once per row is faster than 
 _BIASED_QUERIES = 512  # prompt queries per block when a position bias is added
 
 Norm = tuple[str, Tensor, Tensor | None, float]  # ("layer" or "rms", gain, shift, eps)
+Parts = tuple[Tensor, Tensor]  # results (P, R, H · D) and log₂ of their weights (P, R, H)
 
 
 class TorchOps:
@@ -87,9 +89,12 @@ class TorchOps:
         )
         return out.flatten(1)
 
+    attend_one_in_parts = attend_one  # here one part
+    attend_memory_in_parts = attend_memory
+
     @staticmethod
     def linear(
-        x: Tensor,
+        x: Tensor | Parts,
         weight: Tensor,
         bias: Tensor | None = None,
         *,
@@ -100,7 +105,8 @@ class TorchOps:
         scale: float = 1.0,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """residual_norm(residual) + activation(scale · norm(x) Wᵀ + bias)."""
+        """residual_norm(residual) + activation(scale · norm(x) Wᵀ + bias), with x possibly in parts."""
+        x = merge_parts(*x) if isinstance(x, tuple) else x
         x = x if norm is None else apply_norm(x, norm)
         y = F.linear(x if scale == 1.0 else x * scale, weight, bias)
         y = y if activation is None else activation_function(activation)(y)
@@ -177,6 +183,13 @@ def apply_norm(x: Tensor, norm: Norm) -> Tensor:
     return F.rms_norm(x, gain.shape, gain, eps)
 
 
+def merge_parts(results: Tensor, logs: Tensor) -> Tensor:
+    """Attention (R, H · D) from the results (P, R, H · D) of parts of the keys, weighted by 2^logs (P, R, H)."""
+    weights = torch.softmax(logs * math.log(2), 0)
+    merged = (weights[..., None] * results.unflatten(-1, (logs.shape[-1], -1))).sum(0).flatten(1)
+    return merged.to(results.dtype)
+
+
 def ops_for(weight: Tensor) -> Any:
     """The Triton kernels if they can run, else plain torch; kernels sum in float32, so float64 models use torch."""
     if not weight.is_cuda or weight.dtype == torch.float64:
@@ -193,7 +206,7 @@ class Sublayer(NamedTuple):
 
     w_in: nn.Linear
     activation: str | None
-    inner: Callable[[Tensor], Tensor]
+    inner: Callable[[Tensor], Any]  # a Tensor, or Parts in the form "few"
     w_out: nn.Linear
 
 
@@ -318,9 +331,12 @@ class DecodeStep:
 
     def _sublayers(self, number: int, block: Block) -> list[Sublayer]:
         attention, cross, ff = attention_of(block), block.cross_attention, ff_of(block)
-        sublayers = [Sublayer(attention.w_qkv, None, lambda y: self._attend(number, y), attention.w_o)]
+        in_parts = self.form == "few"
+        attend = lambda y: self._attend(number, y, in_parts)  # noqa: E731
+        sublayers = [Sublayer(attention.w_qkv, None, attend, attention.w_o)]
         if cross is not None:
-            sublayers.append(Sublayer(cross.w_query, None, lambda y: self._attend_memory(number, y), cross.w_o))
+            attend_memory = lambda y: self._attend_memory(number, y, in_parts)  # noqa: E731
+            sublayers.append(Sublayer(cross.w_query, None, attend_memory, cross.w_o))
         activation = None if ff.gated else ff.activation
         return [*sublayers, Sublayer(ff.w_in, activation, lambda y: apply_gate(ff, y), ff.w_out)]
 
@@ -376,8 +392,8 @@ class DecodeStep:
     def _output_weight(self) -> Tensor:
         return self.table.weight if self.head.weight is None else self.head.weight
 
-    def _attend(self, number: int, qkv: Tensor) -> Tensor:
-        """Self-attention of the new tokens, qkv (R, (H + 2G) · D) → (R, H · D)."""
+    def _attend(self, number: int, qkv: Tensor, in_parts: bool = False) -> Any:
+        """Self-attention of the new tokens, qkv (R, (H + 2G) · D) → (R, H · D), or ``Parts`` of it."""
         attention, keys, lengths = attention_of(self.blocks[number]), self.keys, self.state.lengths
         n_kv_heads = attention.n_kv_heads
         q, k, v = attention._heads(qkv[:, None], attention.n_heads, n_kv_heads, n_kv_heads)  # (R, heads, 1, D)
@@ -385,15 +401,17 @@ class DecodeStep:
         if attention.rope is not None:
             q, k = attention.rope(q, lengths[:, None]), attention.rope(k, lengths[:, None])
         new = (x[:, :, 0] for x in (q, k, v))
-        return self.ops.attend_one(*new, *keys.layers[number], lengths, scale_of(attention), keys.origin, keys.bias)
+        attend = self.ops.attend_one_in_parts if in_parts else self.ops.attend_one
+        return attend(*new, *keys.layers[number], lengths, scale_of(attention), keys.origin, keys.bias)
 
-    def _attend_memory(self, number: int, q: Tensor) -> Tensor:
-        """Cross-attention of the new tokens, q (R, H · D) → (R, H · D)."""
+    def _attend_memory(self, number: int, q: Tensor, in_parts: bool = False) -> Any:
+        """Cross-attention of the new tokens, q (R, H · D) → (R, H · D), or ``Parts`` of it."""
         attention, keys = self.blocks[number].cross_attention, self.keys
         assert attention is not None
         (heads,) = attention._heads(q[:, None], attention.n_heads)
         heads = attention._normalise(heads, attention.q_norm)[:, :, 0]
-        return self.ops.attend_memory(heads, *keys.memory[number], keys.source_lengths, scale_of(attention))
+        attend = self.ops.attend_memory_in_parts if in_parts else self.ops.attend_memory
+        return attend(heads, *keys.memory[number], keys.source_lengths, scale_of(attention))
 
 
 def _attend_source(

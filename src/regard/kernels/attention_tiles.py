@@ -94,7 +94,7 @@ def table_strip(table, strip, reach, offset, BLOCK: tl.constexpr):
 
 @triton.jit
 def score_tile(
-    dots, t, j, m0, n0, offset, scale, cap, slope, strip, reach, far, dense, dense_g, dense_t, dense_j, inside,
+    dots, t, j, m0, n0, offset, scale, cap, slope, strip, reach, far, dense, dense_t, dense_j, inside,
     CAP: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, NEAR: tl.constexpr
 ):  # fmt: skip
     """The scores in units of ln 2 (for exp2), and the derivative of the soft cap."""
@@ -115,7 +115,7 @@ def score_tile(
         else:
             scores += far
     if DENSE:
-        at = dense + (t // 8).to(tl.int64) * dense_g + (t % 8).to(tl.int64) * dense_t + j * dense_j
+        at = dense + t.to(tl.int64) * dense_t + j * dense_j
         scores += tl.load(at, mask=inside, other=0.0).to(tl.float32) * LOG2_E
     return scores, slack
 

@@ -4,6 +4,9 @@
 There are two variants: by lines, where each line of a tile of keys has its own running softmax, exact in float32; and
 by tiles, for half precision on tensor cores, where the heads and beams that share keys are rows of one product.
 
+One program per head leaves most of the GPU idle if there are few heads. Then the keys of a head are split over several
+programs, and each stores its result with the logarithm of its sum of weights; ``decoding.linear`` merges them.
+
 On Hopper and later, a kernel starts while the previous one is still running (programmatic dependent launch): it loads
 data that no kernel writes, such as weights, and then waits for the previous one to end (``wait_for_previous``). Every
 kernel of a decode step waits, so that all earlier kernels have ended as well.
@@ -22,6 +25,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _LOG2_E = 1.4426950408889634
 PROGRAMS = 132  # programs that fill a GPU: the multiprocessors of an H200
+MOST_PARTS = 8  # programs among which the keys of a head are split
+PART_KEYS = 512  # fewest keys for which a head gets one more program
+
+Parts = tuple[Tensor, Tensor]  # results (P, R, H · D) and log₂ of their weights (P, R, H)
 
 
 @cache
@@ -46,8 +53,30 @@ def wait_for_previous(EARLY: tl.constexpr):
 
 
 @triton.jit
-def _merge(top, total, mixed, scores, values, seen):
-    """Add a tile to the running softmax of each line: its maximum, sum of weights, and weighted sum of values."""
+def fetch(pointers):
+    """Prefetch the cache lines at these pointers into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _fetch_keys(k_held, v_held, lengths, b, at, part, held_s, D: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """Prefetch a head's keys and values while the previous kernel is still running: each STEP, BLOCK of them.
+
+    The length may still be that of the previous token, which is good enough here.
+    """
+    length = tl.load(lengths + b, cache_modifier=".cg").to(tl.int32)
+    for start in range(part * BLOCK, length, STEP):
+        slot = tl.minimum(start + tl.arange(0, BLOCK), length)
+        for d in tl.static_range(0, D, 64):
+            fetch(k_held + at + slot * held_s + d)
+            fetch(v_held + at + slot * held_s + d)
+
+
+@triton.jit
+def merge(top, total, mixed, scores, values, seen):
+    """Add values to the running softmax of each line: its maximum, sum of weights, and weighted sum of values."""
     scores = tl.where(seen, scores, -1e30)
     higher = tl.maximum(top, scores)
     before = tl.exp2(top - higher)
@@ -57,17 +86,20 @@ def _merge(top, total, mixed, scores, values, seen):
 
 @triton.jit
 def _attend_by_lines(
-    q, k_new, v_new, k_held, v_held, lengths, origin, bias, out, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b, held_g,
-    held_s, origin_b, bias_h, REP: tl.constexpr, D: tl.constexpr, HAS_ORIGIN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
+    q, k_new, v_new, k_held, v_held, lengths, origin, bias, out, logs, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b,
+    held_g, held_s, origin_b, bias_h, n_heads, REP: tl.constexpr, D: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, FETCH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr
 ):  # fmt: skip
-    """Program (b, h): store the new key and value in slot lengths[b] and attend to slots 0 … lengths[b].
+    """Program (b, h, part): store the new key and value in slot lengths[b] and attend to slots 0 … lengths[b].
 
-    ``scale`` includes log₂ e, for exp2.
+    A part is every PARTS-th tile of keys; the first has the new key too. ``scale`` includes log₂ e, for exp2.
     """
     launch_next(EARLY)
-    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     g = h // REP
+    if FETCH:
+        _fetch_keys(k_held, v_held, lengths, b, b * held_b + g * held_g, part, held_s, D, PARTS * BLOCK_S, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     wait_for_previous(EARLY)
@@ -76,7 +108,7 @@ def _attend_by_lines(
     key = tl.load(k_new + b * k_b + g * k_g + d, mask=inside, other=0.0)
     value = tl.load(v_new + b * v_b + g * v_g + d, mask=inside, other=0.0)
     own_at = b * held_b + g * held_g + length.to(tl.int64) * held_s + d
-    if h % REP == 0:
+    if h % REP == 0 and part == 0:
         tl.store(k_held + own_at, key, mask=inside)
         tl.store(v_held + own_at, value, mask=inside)
     # Each line of the tile has its own running softmax, merged at the end, so that the loop needs no synchronisation.
@@ -84,7 +116,7 @@ def _attend_by_lines(
     top = tl.full([BLOCK_S], -1e30, tl.float32)
     total = tl.zeros([BLOCK_S], tl.float32)
     mixed = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for start in range(0, length, BLOCK_S):
+    for start in range(part * BLOCK_S, length, PARTS * BLOCK_S):
         seen = start + s < length
         row = tl.load(origin + b * origin_b + start + s, mask=seen, other=0) if HAS_ORIGIN else b
         at = row * held_b + g * held_g + (start + s) * held_s
@@ -95,15 +127,18 @@ def _attend_by_lines(
         if HAS_BIAS:
             back = tl.load(bias + h * bias_h + length - (start + s), mask=seen, other=0.0)
             scores += back.to(tl.float32) * 1.4426950408889634
-        top, total, mixed = _merge(top, total, mixed, scores, values, seen)
+        top, total, mixed = merge(top, total, mixed, scores, values, seen)
     own = tl.sum(query * key.to(tl.float32), 0)
     if HAS_BIAS:
         own += tl.load(bias + h * bias_h).to(tl.float32) * 1.4426950408889634
     highest = tl.maximum(tl.max(top, 0), own)
-    share, own = tl.exp2(top - highest), tl.exp2(own - highest)
+    share, own = tl.exp2(top - highest), tl.where(part == 0, tl.exp2(own - highest), 0.0)
     result = tl.sum(mixed * share[:, None], 0) + own * value.to(tl.float32)
-    result = result / (tl.sum(total * share, 0) + own)
-    tl.store(out + (b * tl.num_programs(1) + h) * D + d, result.to(out.dtype.element_ty), mask=inside)
+    weight = tl.maximum(tl.sum(total * share, 0) + own, 1e-30)
+    at = (part * tl.num_programs(0) + b) * n_heads + h
+    tl.store(out + at * D + d, (result / weight).to(out.dtype.element_ty), mask=inside)
+    if PARTS > 1:
+        tl.store(logs + at, highest + tl.log2(weight))
 
 
 @triton.jit
@@ -122,13 +157,16 @@ def _add_tile(top, total, mixed, query, keys, values, bias, seen, scale):
 
 @triton.jit
 def _attend_by_tiles(
-    q, k_new, v_new, k_held, v_held, lengths, origin, bias, out, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b, held_g,
-    held_s, origin_b, bias_h, n_heads, REP: tl.constexpr, D: tl.constexpr, HAS_ORIGIN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
+    q, k_new, v_new, k_held, v_held, lengths, origin, bias, out, logs, scale, q_b, q_h, k_b, k_g, v_b, v_g, held_b,
+    held_g, held_s, origin_b, bias_h, n_heads, REP: tl.constexpr, D: tl.constexpr, HAS_ORIGIN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PARTS: tl.constexpr, FETCH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Program (b, g): store the new key and value in slot lengths[b]; its REP heads attend to slots 0 … lengths[b]."""
+    """Program (b, g, part): as by lines, for the REP heads that share the keys."""
     launch_next(EARLY)
-    b, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, g, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if FETCH:
+        _fetch_keys(k_held, v_held, lengths, b, b * held_b + g * held_g, part, held_s, D, PARTS * BLOCK_S, BLOCK_S)
     d, s, rep = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_Q)
     inside, head = d < D, g * REP + rep
     lines = (rep < REP)[:, None] & inside[None, :]
@@ -140,7 +178,7 @@ def _attend_by_tiles(
     top = tl.full([BLOCK_Q], -1e30, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for start in range(0, length, BLOCK_S):
+    for start in range(part * BLOCK_S, length, PARTS * BLOCK_S):
         seen = start + s < length
         row = tl.load(origin + b * origin_b + start + s, mask=seen, other=0) if HAS_ORIGIN else b
         at = row * held_b + g * held_g + (start + s) * held_s
@@ -156,23 +194,28 @@ def _attend_by_tiles(
     if HAS_BIAS:
         own += tl.load(bias + head * bias_h, mask=rep < REP, other=0.0).to(tl.float32) * 1.4426950408889634
     higher = tl.maximum(top, own)
-    before, own = tl.exp2(top - higher), tl.exp2(own - higher)
+    before, own = tl.exp2(top - higher), tl.where(part == 0, tl.exp2(own - higher), 0.0)
     result = mixed * before[:, None] + own[:, None] * value.to(tl.float32)[None, :]
-    result = result / (total * before + own)[:, None]
-    tl.store(out + (b * n_heads + head[:, None]) * D + d[None, :], result.to(out.dtype.element_ty), mask=lines)
-    own_at = b * held_b + g * held_g + length.to(tl.int64) * held_s + d
-    tl.store(k_held + own_at, key, mask=inside)
-    tl.store(v_held + own_at, value, mask=inside)
+    weight = tl.maximum(total * before + own, 1e-30)
+    at = (part * tl.num_programs(0) + b) * n_heads + head
+    tl.store(out + at[:, None] * D + d[None, :], (result / weight[:, None]).to(out.dtype.element_ty), mask=lines)
+    if PARTS > 1:
+        tl.store(logs + at, higher + tl.log2(weight), mask=rep < REP)
+    if part == 0:
+        own_at = b * held_b + g * held_g + length.to(tl.int64) * held_s + d
+        tl.store(k_held + own_at, key, mask=inside)
+        tl.store(v_held + own_at, value, mask=inside)
 
 
 @triton.jit
 def _attend_memory_by_lines(
-    q, k_held, v_held, lengths, out, scale, q_b, q_h, held_b, held_g, held_s, COPIES: tl.constexpr, REP: tl.constexpr,
-    D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
+    q, k_held, v_held, lengths, out, logs, scale, q_b, q_h, held_b, held_g, held_s, n_rows, n_heads,
+    COPIES: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Program (b, h): attend to slots 0 … lengths[b // COPIES] − 1 of source b // COPIES."""
+    """Program (b, h, part): attend to slots 0 … lengths[b // COPIES] − 1 of source b // COPIES."""
     launch_next(EARLY)
-    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     d, s = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
     inside = d < D
     wait_for_previous(EARLY)
@@ -183,27 +226,32 @@ def _attend_memory_by_lines(
     top = tl.full([BLOCK_S], -1e30, tl.float32)
     total = tl.zeros([BLOCK_S], tl.float32)
     mixed = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
-    for start in range(0, length, BLOCK_S):
+    for start in range(part * BLOCK_S, length, PARTS * BLOCK_S):
         seen = start + s < length
         both = seen[:, None] & inside[None, :]
         tile = at + (start + s)[:, None] * held_s + d[None, :]
         keys = tl.load(k_held + tile, mask=both, other=0.0).to(tl.float32)
         values = tl.load(v_held + tile, mask=both, other=0.0).to(tl.float32)
-        top, total, mixed = _merge(top, total, mixed, tl.sum(keys * query[None, :], 1), values, seen)
-    share = tl.exp2(top - tl.max(top, 0))
-    result = tl.sum(mixed * share[:, None], 0) / tl.maximum(tl.sum(total * share, 0), 1e-30)
-    tl.store(out + (b * tl.num_programs(1) + h) * D + d, result.to(out.dtype.element_ty), mask=inside)
+        top, total, mixed = merge(top, total, mixed, tl.sum(keys * query[None, :], 1), values, seen)
+    highest = tl.max(top, 0)
+    share = tl.exp2(top - highest)
+    weight = tl.maximum(tl.sum(total * share, 0), 1e-30)
+    result = tl.sum(mixed * share[:, None], 0) / weight
+    at = (part * n_rows + b) * n_heads + h
+    tl.store(out + at * D + d, result.to(out.dtype.element_ty), mask=inside)
+    if PARTS > 1:
+        tl.store(logs + at, highest + tl.log2(weight))
 
 
 @triton.jit
 def _attend_memory_by_tiles(
-    q, k_held, v_held, lengths, out, scale, q_b, q_h, held_b, held_g, held_s, n_heads, COPIES: tl.constexpr,
-    REP: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr
+    q, k_held, v_held, lengths, out, logs, scale, q_b, q_h, held_b, held_g, held_s, n_rows, n_heads,
+    COPIES: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """Program (source, g): its COPIES rows of REP heads each attend to slots 0 … lengths[source] − 1."""
+    """Program (source, g, part): its COPIES rows of REP heads each attend to slots 0 … lengths[source] − 1."""
     launch_next(EARLY)
-    source, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source, g, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     d, s, each = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_Q)
     inside, row, head = d < D, source * COPIES + each // REP, g * REP + each % REP
     lines = (each < COPIES * REP)[:, None] & inside[None, :]
@@ -213,20 +261,30 @@ def _attend_memory_by_tiles(
     top = tl.full([BLOCK_Q], -1e30, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     mixed = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for start in range(0, length, BLOCK_S):
+    for start in range(part * BLOCK_S, length, PARTS * BLOCK_S):
         seen = start + s < length
         at = source * held_b + g * held_g + (start + s) * held_s
         keys = tl.load(k_held + at[None, :] + d[:, None], mask=seen[None, :] & inside[:, None], other=0.0)
         values = tl.load(v_held + at[:, None] + d[None, :], mask=seen[:, None] & inside[None, :], other=0.0)
         top, total, mixed = _add_tile(top, total, mixed, query, keys, values, 0.0, seen, scale)
-    result = mixed / tl.maximum(total, 1e-30)[:, None]
-    at = (row * n_heads + head)[:, None] * D + d[None, :]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=lines)
+    weight = tl.maximum(total, 1e-30)
+    at = (part * n_rows + row) * n_heads + head
+    result = (mixed / weight[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * D + d[None, :], result, mask=lines)
+    if PARTS > 1:
+        tl.store(logs + at, top + tl.log2(weight), mask=each < COPIES * REP)
 
 
 def attention_tile(n_programs: int) -> tuple[int, int]:
     """Keys per tile and warps of the kernels by lines; few programs need larger tiles to saturate the memory."""
     return (512, 8) if n_programs < PROGRAMS else (32, 4)
+
+
+def attention_parts(n_programs: int, width: int, n_slots: int) -> int:
+    """The parts of the keys of a head; one if the heads fill the GPU, or if ``linear`` cannot merge parts so wide."""
+    if width != triton.next_power_of_2(width):
+        return 1
+    return max(1, min(MOST_PARTS, PROGRAMS // n_programs, triton.cdiv(n_slots, PART_KEYS)))
 
 
 def dot_tile(n_programs: int) -> tuple[int, int, int]:
@@ -262,28 +320,64 @@ def attend_one(
     origin  (R, S): for each past position of a row, the row that holds its keys; None: the row itself
     bias    (H, S): the bias of a key by its distance from the query
     """
+    return _launch(q, k, v, k_held, v_held, lengths, scale, origin, bias, 1)[0][0]
+
+
+def attend_one_in_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_held: Tensor,
+    v_held: Tensor,
+    lengths: Tensor,
+    scale: float,
+    origin: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor | Parts:
+    """``attend_one``, its result in parts that ``linear`` merges, if few heads alone would leave the GPU idle."""
+    n_programs = len(q) * (k if goes_by_tiles(q, k.shape[1]) else q).shape[1]
+    parts = attention_parts(n_programs, q.shape[2], k_held.shape[2])
+    values, logs = _launch(q, k, v, k_held, v_held, lengths, scale, origin, bias, parts)
+    return values[0] if parts == 1 else (values, logs)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_held: Tensor,
+    v_held: Tensor,
+    lengths: Tensor,
+    scale: float,
+    origin: Tensor | None,
+    bias: Tensor | None,
+    parts: int,
+) -> Parts:
     (rows, n_heads, width), n_groups = q.shape, k.shape[1]
-    out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
+    out = torch.empty(parts, rows, n_heads * width, dtype=q.dtype, device=q.device)
+    logs = torch.empty(parts, rows, n_heads, dtype=torch.float32, device=q.device) if parts > 1 else out
     inputs = (
         *(q, k, v, k_held, v_held, lengths, lengths if origin is None else origin, q if bias is None else bias, out),
-        *(scale * _LOG2_E, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_held.stride()[:3]),
-        *(0 if origin is None else origin.stride(0), 0 if bias is None else bias.stride(0)),
+        *(logs, scale * _LOG2_E, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_held.stride()[:3]),
+        *(0 if origin is None else origin.stride(0), 0 if bias is None else bias.stride(0), n_heads),
     )
     options = {"REP": n_heads // n_groups, "D": width, "HAS_ORIGIN": origin is not None, "HAS_BIAS": bias is not None}
-    if goes_by_tiles(q, n_groups):
-        block, warps, stages = dot_tile(rows * n_groups)
+    options |= {"PARTS": parts, **overlap(q.device)}
+    by_tiles = goes_by_tiles(q, n_groups)
+    few = rows * (n_groups if by_tiles else n_heads) < PROGRAMS
+    options["FETCH"] = options["EARLY"] and few and origin is None
+    if by_tiles:
+        block, warps, stages = dot_tile(rows * n_groups * parts)
         queries, block_d = _query_rows(n_heads // n_groups), max(16, triton.next_power_of_2(width))
-        _attend_by_tiles[(rows, n_groups)](
-            *inputs, n_heads, **options, BLOCK_Q=queries, BLOCK_S=block, BLOCK_D=block_d, num_warps=warps,
-            num_stages=stages, **overlap(q.device)
-        )  # fmt: skip
+        _attend_by_tiles[(rows, n_groups, parts)](
+            *inputs, **options, BLOCK_Q=queries, BLOCK_S=block, BLOCK_D=block_d, num_warps=warps, num_stages=stages
+        )
     else:
         block, warps = attention_tile(rows * n_heads)
-        _attend_by_lines[(rows, n_heads)](
-            *inputs, **options, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width), num_warps=warps,
-            **overlap(q.device)
-        )  # fmt: skip
-    return out
+        _attend_by_lines[(rows, n_heads, parts)](
+            *inputs, **options, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width), num_warps=warps
+        )
+    return out, logs
 
 
 def _query_rows(n: int) -> int:
@@ -308,20 +402,33 @@ def _(
 
 def attend_memory(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """q (R, H, D) over an encoder's k and v (B, G, S, D) of lengths (B,), with R / B rows per source → (R, H · D)."""
+    return _launch_memory(q, k, v, lengths, scale, 1)[0][0]
+
+
+def attend_memory_in_parts(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor | Parts:
+    """``attend_memory``, its result in parts that ``linear`` merges, if few heads alone would leave the GPU idle."""
+    n_programs = len(k) * k.shape[1] if uses_tensor_cores(q) else len(q) * q.shape[1]
+    parts = attention_parts(n_programs, q.shape[2], k.shape[2])
+    values, logs = _launch_memory(q, k, v, lengths, scale, parts)
+    return values[0] if parts == 1 else (values, logs)
+
+
+def _launch_memory(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float, parts: int) -> Parts:
     (rows, n_heads, width), (n_sources, n_groups) = q.shape, k.shape[:2]
-    out = torch.empty(rows, n_heads * width, dtype=q.dtype, device=q.device)
+    out = torch.empty(parts, rows, n_heads * width, dtype=q.dtype, device=q.device)
+    logs = torch.empty(parts, rows, n_heads, dtype=torch.float32, device=q.device) if parts > 1 else out
     copies, rep = rows // n_sources, n_heads // n_groups
-    inputs = (q, k, v, lengths, out, scale * _LOG2_E, *q.stride()[:2], *k.stride()[:3])
+    inputs = (q, k, v, lengths, out, logs, scale * _LOG2_E, *q.stride()[:2], *k.stride()[:3], rows, n_heads)
+    options = {"COPIES": copies, "REP": rep, "D": width, "PARTS": parts, **overlap(q.device)}
     if uses_tensor_cores(q):
-        block, warps, stages = dot_tile(n_sources * n_groups)
-        _attend_memory_by_tiles[(n_sources, n_groups)](
-            *inputs, n_heads, COPIES=copies, REP=rep, D=width, BLOCK_Q=_query_rows(copies * rep), BLOCK_S=block,
-            BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=warps, num_stages=stages, **overlap(q.device)
+        block, warps, stages = dot_tile(n_sources * n_groups * parts)
+        _attend_memory_by_tiles[(n_sources, n_groups, parts)](
+            *inputs, **options, BLOCK_Q=_query_rows(copies * rep), BLOCK_S=block,
+            BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=warps, num_stages=stages
         )  # fmt: skip
     else:
         block = min(64, triton.next_power_of_2(k.shape[2]))
-        _attend_memory_by_lines[(rows, n_heads)](
-            *inputs, COPIES=copies, REP=rep, D=width, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width),
-            num_warps=4, **overlap(q.device)
-        )  # fmt: skip
-    return out
+        _attend_memory_by_lines[(rows, n_heads, parts)](
+            *inputs, **options, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width), num_warps=4
+        )
+    return out, logs

@@ -13,10 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode_attention import PROGRAMS, attend_memory, attend_one, launch_next, overlap, wait_for_previous
+from .decode_attention import (
+    PROGRAMS,
+    Parts,
+    attend_memory,
+    attend_memory_in_parts,
+    attend_one,
+    attend_one_in_parts,
+    fetch,
+    launch_next,
+    merge,
+    overlap,
+    wait_for_previous,
+)
 
-__all__ = ["add_norm", "attend_memory", "attend_one", "best_tokens", "embed", "linear", "product"]
-__all__ += ["product_in_parts", "product_is_faster", "store_greedy_tokens"]
+__all__ = ["add_norm", "attend_memory", "attend_memory_in_parts", "attend_one", "attend_one_in_parts", "best_tokens"]
+__all__ += ["embed", "linear", "product", "product_in_parts", "product_is_faster", "store_greedy_tokens"]
 
 ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2, "gelu_tanh": 3, "silu": 4, "quick_gelu": 5, "relu2": 6}
 NORMS = {None: 0, "layer": 1, "rms": 2}
@@ -54,13 +66,34 @@ def _statistics(x, K, eps, NORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _linear(
-    x, weight, bias, residual, gain, shift, res_gain, res_shift, out, N, scale, eps, res_eps, K: tl.constexpr,
-    NORM: tl.constexpr, ACT: tl.constexpr, RES_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr,
-    HAS_RES_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_ROW: tl.constexpr, BLOCK_RES: tl.constexpr, EARLY: tl.constexpr
+def _merge_parts(
+    x, logs, row, start, K: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Program (block of outputs, row): res_norm(residual) + act(scale · norm(x) Wᵀ + bias), computed in float32."""
+    """Values start … start + BLOCK_K of a row: those of the parts x (P, R, K), weighted by 2^logs (P, R, K / WIDTH)."""
+    n_heads: tl.constexpr = BLOCK_K // WIDTH
+    h, d = start // WIDTH + tl.arange(0, n_heads), tl.arange(0, WIDTH)
+    inside = h < K // WIDTH
+    top, total = tl.full([n_heads], -1e30, tl.float32), tl.zeros([n_heads], tl.float32)
+    mixed = tl.zeros([n_heads, WIDTH], tl.float32)
+    for part in tl.static_range(PARTS):
+        at = (part * tl.num_programs(1) + row) * (K // WIDTH) + h
+        weights = tl.load(logs + at, mask=inside, other=0.0)
+        values = tl.load(x + at[:, None] * WIDTH + d[None, :], mask=inside[:, None], other=0.0)
+        top, total, mixed = merge(top, total, mixed, weights, values.to(tl.float32), inside)
+    return tl.reshape(mixed / tl.maximum(total, 1e-30)[:, None], [BLOCK_K])
+
+
+@triton.jit
+def _linear(
+    x, logs, weight, bias, residual, gain, shift, res_gain, res_shift, out, N, scale, eps, res_eps, K: tl.constexpr,
+    NORM: tl.constexpr, ACT: tl.constexpr, RES_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SHIFT: tl.constexpr,
+    HAS_RES_SHIFT: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_ROW: tl.constexpr, BLOCK_RES: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Program (block of outputs, row): res_norm(residual) + act(scale · norm(x) Wᵀ + bias), computed in float32.
+
+    PARTS: x consists of so many parts, which ``_merge_parts`` merges, or 0.
+    """
     launch_next(EARLY)
     n, row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
@@ -81,7 +114,10 @@ def _linear(
     summed = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
         inside = start + k < K
-        part = tl.load(x + row * K + start + k, mask=inside, other=0.0).to(tl.float32)
+        if PARTS > 0:
+            part = _merge_parts(x, logs, row, start, K, PARTS, WIDTH, BLOCK_K)
+        else:
+            part = tl.load(x + row * K + start + k, mask=inside, other=0.0).to(tl.float32)
         if start > 0:
             tile = tl.load(lines + start + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
             if NORM != 0:
@@ -108,7 +144,7 @@ def linear_tile(n_outputs: int, k: int) -> tuple[int, int, int]:
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Parts,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -119,17 +155,23 @@ def linear(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """residual_norm(residual) + activation(scale · norm(x) Wᵀ + bias) for a few rows x (R, K), W (N, K)."""
-    (rows, k), n = x.shape, weight.shape[0]
+    """residual_norm(residual) + activation(scale · norm(x) Wᵀ + bias) for a few rows x (R, K), W (N, K).
+
+    x in parts, as from ``attend_one_in_parts``, must not have a norm.
+    """
+    x, logs = x if isinstance(x, tuple) else (x, None)
+    assert logs is None or norm is None
+    (rows, k), n = x.shape[-2:], weight.shape[0]
     kind, gain, shift, eps = (None, x, None, 0.0) if norm is None else norm
     res_kind, res_gain, res_shift, res_eps = (None, x, None, 0.0) if residual_norm is None else residual_norm
     out = torch.empty(rows, n, dtype=x.dtype if dtype is None else dtype, device=x.device)
     block, warps, block_k = linear_tile(n, k)
     _linear[(triton.cdiv(n, block), rows)](
-        x, weight, x if bias is None else bias, x if residual is None else residual, gain,
+        x, x if logs is None else logs, weight, x if bias is None else bias, x if residual is None else residual, gain,
         x if shift is None else shift, res_gain, x if res_shift is None else res_shift, out, n, scale, eps, res_eps,
         K=k, NORM=NORMS[kind], ACT=ACTIVATIONS[activation], RES_NORM=NORMS[res_kind], HAS_BIAS=bias is not None,
         HAS_SHIFT=shift is not None, HAS_RES_SHIFT=res_shift is not None, HAS_RESIDUAL=residual is not None,
+        PARTS=0 if logs is None else len(x), WIDTH=0 if logs is None else k // logs.shape[-1],
         BLOCK_N=block, BLOCK_K=block_k, BLOCK_ROW=triton.next_power_of_2(k),
         BLOCK_RES=1 if res_kind is None else triton.next_power_of_2(n), num_warps=warps, **overlap(x.device)
     )  # fmt: skip
@@ -137,14 +179,6 @@ def linear(
 
 
 # ---- products with many rows
-
-
-@triton.jit
-def _fetch(pointers):
-    """Prefetch the cache lines at these pointers into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -167,7 +201,7 @@ def _product(
     summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if EARLY and LINES > 0:
         line = tl.minimum(tl.arange(0, LINES) * 64, PART - 1)
-        _fetch(weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + part * PART + line[None, :])
+        fetch(weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + part * PART + line[None, :])
     wait_for_previous(EARLY)
     for start in range(0, PART, BLOCK_K):
         lines = tl.load(x_at + start, mask=rows, other=0.0)

@@ -35,7 +35,7 @@ _VARYING = ["threshold", "first_row", "first_key", "first_head"]
 def forward(
     q, k, v, out, lse, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed, n_rows, n_keys, offset,
     left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, first_head, q_b, q_h, q_t, k_b, k_h,
-    k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width,
+    k_s, v_b, v_h, v_s, o_b, o_h, o_t, dense_b, dense_h, dense_t, dense_j, plan_b, plan_h, plan_width,
     N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, FIRST: tl.constexpr,
@@ -106,7 +106,7 @@ def forward(
                 inside = inside & (j < n_keys)[None, :]
             scores, _ = score_tile(
                 dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at,
-                dense_g, dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
+                dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
             )  # fmt: skip
             if check:
                 seen = visible_tile(
@@ -139,7 +139,7 @@ def backward_queries(
     q, k, v, out, lse, d_out, row_dot, d_q, d_dense, band, d_far, lengths, q_docs, k_docs, ranges, plan, bits, slopes,
     strip, dense, seed, n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row,
     first_key, first_head, band_width, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, o_b, o_h, o_t, g_b, g_h, g_t, dq_b,
-    dq_h, dq_t, dense_b, dense_h, dense_g, dense_t, dense_j, dd_b, dd_h, dd_g, dd_t, dd_j, plan_b, plan_h, plan_width,
+    dq_h, dq_t, dense_b, dense_h, dense_t, dense_j, dd_b, dd_h, dd_t, dd_j, plan_b, plan_h, plan_width,
     N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, D_TABLE: tl.constexpr,
@@ -225,7 +225,7 @@ def backward_queries(
                 inside = rows & (j < n_keys)[None, :]
             scores, slack = score_tile(
                 dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at,
-                dense_g, dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
+                dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
             )  # fmt: skip
             weights = tl.exp2(scores - norm[:, None])
             d_weights = tl.dot(grads, values, input_precision="ieee")
@@ -252,7 +252,7 @@ def backward_queries(
                 else:
                     right_sum += tl.sum(d_scores, 1)
             if D_DENSE:
-                at_dense = d_dense_at + (t64 // 8) * dd_g + (t64 % 8) * dd_t + j[None, :] * dd_j
+                at_dense = d_dense_at + t64 * dd_t + j[None, :] * dd_j
                 written = rows
                 if check:
                     written = seen
@@ -275,15 +275,15 @@ def backward_keys(
     q, k, v, lse, d_out, row_dot, d_k, d_v, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed,
     n_rows, n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, first_head,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, g_b, g_h, g_t, dk_b, dk_h, dk_s, dv_b, dv_h, dv_s, dense_b, dense_h,
-    dense_g, dense_t, dense_j, plan_b, plan_h, plan_width, N_GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr,
+    dense_t, dense_j, plan_b, plan_h, plan_width, N_GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, LENGTHS: tl.constexpr, DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, CAP: tl.constexpr, SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr,
-    DROPOUT: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr,
+    DROPOUT: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
     """Program (b · G + g, block of keys): dK = scale · dSᵀ Q and dV = Aᵀ dO, over the query heads that share the keys.
 
-    Tiles are transposed, (keys, queries). ADD: add to d_k and d_v instead of overwriting them.
+    Tiles are transposed, (keys, queries).
     """
     b, g, block = tl.program_id(0) // N_GROUPS, tl.program_id(0) % N_GROUPS, tl.program_id(1)
     n0, b64, g64 = block * BLOCK_N, b.to(tl.int64), g.to(tl.int64)
@@ -356,7 +356,7 @@ def backward_keys(
                     inside = inside & (j < n_keys)[:, None]
                 scores, slack = score_tile(
                     dots, t[None, :], j[:, None], m0, n0, offset, scale, cap, slope, strip_at, reach, far, dense_at,
-                    dense_g, dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
+                    dense_t, dense_j, inside, CAP, SLOPE, TABLE, DENSE, check
                 )  # fmt: skip
                 weights = tl.exp2(scores - norm[None, :])
                 if check:
@@ -380,9 +380,5 @@ def backward_keys(
                 d_keys = tl.dot(d_scores.to(queries.dtype), tl.trans(queries), d_keys, input_precision="ieee")
     k_to = d_k + b64 * dk_b + g64 * dk_h + j64 * dk_s + e[None, :]
     v_to = d_v + b64 * dv_b + g64 * dv_h + j64 * dv_s + f[None, :]
-    d_keys = d_keys * scale
-    if ADD:
-        d_keys += tl.load(k_to, mask=of_d, other=0.0).to(tl.float32)
-        d_values += tl.load(v_to, mask=of_v, other=0.0).to(tl.float32)
-    tl.store(k_to, d_keys.to(d_k.dtype.element_ty), mask=of_d)
+    tl.store(k_to, (d_keys * scale).to(d_k.dtype.element_ty), mask=of_d)
     tl.store(v_to, d_values.to(d_v.dtype.element_ty), mask=of_v)

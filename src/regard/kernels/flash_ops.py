@@ -35,7 +35,7 @@ class Options:
     bits: Tensor | None = None  # (tiles, block, block / 32) int32: the mask in each tile of the plans
     slopes: Tensor | None = None  # (H,) ALiBi slopes
     table: Tensor | None = None  # (H, 2 · reach + 1) bias for distances -reach … reach; clipped beyond
-    dense: Tensor | None = None  # (B or 1, H or 1, T, S) or (…, T / 8, 8, S) bias, any strides
+    dense: Tensor | None = None  # (B or 1, H or 1, T, S) bias, any strides
     seed: Tensor | None = None  # dropout seed
     dropout: float = 0.0
     cap: float = 0.0  # soft cap of the scores; 0: none
@@ -95,16 +95,11 @@ def padded_width(width: int) -> int:
 
 
 def dense_strides(x: Tensor | None) -> tuple[int, ...]:
-    """Strides of a dense bias for batch, head, group of eight queries, query in the group, and key.
-
-    The bias is (B, H, T, S) or (B, H, T / 8, 8, S); a shared batch or head axis has stride 0.
-    """
+    """Strides of a dense bias (B, H, T, S); a shared batch or head axis has stride 0."""
     if x is None:
-        return (0,) * 5
+        return (0,) * 4
     b, h = (0 if x.shape[axis] == 1 else x.stride(axis) for axis in (0, 1))
-    if x.dim() == 5:
-        return b, h, x.stride(2), x.stride(3), x.stride(4)
-    return b, h, 8 * x.stride(2), x.stride(2), x.stride(3)
+    return b, h, x.stride(2), x.stride(3)
 
 
 def plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
@@ -115,7 +110,7 @@ def plan_strides(plan: Tensor | None) -> tuple[int, int, int]:
     return n_heads * n_blocks if n_batch > 1 else 0, n_blocks if n_heads > 1 else 0, width
 
 
-def _key_phases(o: Options, n_keys: int, block_n: int) -> tuple[int, int]:
+def phases_over_keys(o: Options, n_keys: int, block_n: int) -> tuple[int, int]:
     """The range of phases that a walk over keys needs (``attention_tiles.key_phases``)."""
     if o.row_plan is not None or o.q_docs is not None:
         return 0, 1
@@ -125,7 +120,7 @@ def _key_phases(o: Options, n_keys: int, block_n: int) -> tuple[int, int]:
     return first, 2 if even and o.right < 0 and o.table is None else 3
 
 
-def _row_phases(o: Options, n_rows: int, n_keys: int, block_m: int, block_n: int) -> tuple[int, int]:
+def phases_over_rows(o: Options, n_rows: int, n_keys: int, block_m: int, block_n: int) -> tuple[int, int]:
     """The range of phases that a walk over queries needs (``attention_tiles.row_phases``)."""
     if o.row_plan is not None or o.q_docs is not None:
         return 1, 2
@@ -198,7 +193,7 @@ def _block_extremes(documents: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return blocks.view(len(documents), -1, block).aminmax(dim=-1)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -211,15 +206,15 @@ def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(b, h, t, width, dtype=dtype, device=x.device)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The output (B, H, T, DV), written to ``out`` if given, and lse (B, H, T)."""
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, DV) and lse (B, H, T)."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     (n_batch, n_heads, n_rows, d), n_keys, dv = q.shape, k.shape[2], v.shape[3]
     block_m, block_n, warps, stages = tile_sizes("forward", q, v, o)
-    out = _like(q, dv) if out is None else out
+    out = _like(q, dv)
     lse = torch.empty(n_batch, n_heads, n_rows, dtype=torch.float32, device=q.device)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
-    first, last = _key_phases(o, n_keys, block_n)
+    first, last = phases_over_keys(o, n_keys, block_n)
     strip = make_strip(o)
     kernels.forward[(n_batch * n_heads, -(-n_rows // block_m))](
         q, k, v, out, lse, *tensors(o, q, ranges, o.row_plan, strip), *numbers(o, n_rows, n_keys), *q.stride()[:3],
@@ -240,19 +235,18 @@ class GradientBuffers:
     d_v: Tensor
     d_dense: Tensor | None = None  # zeros, (B or 1, H or 1, T, S), any strides; fp32 if batch or heads share it
     table: bool = False  # whether to compute the gradient of the table
-    add: bool = False  # whether to add to d_k and d_v instead of overwriting them
 
 
 def launch_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, o: Options, to: GradientBuffers
 ) -> Tensor | None:
     """Fill the buffers ``to``; returns the gradient of the table (H, 2 · reach + 1) in fp32 if ``to.table``."""
-    q, k, v, d_out = (_rows_contiguous(x) for x in (q, k, v, d_out))
+    q, k, v, d_out = (rows_contiguous(x) for x in (q, k, v, d_out))
     (n_batch, n_heads, n_rows, d), (n_groups, n_keys), dv = q.shape, k.shape[1:3], v.shape[3]
     row_dot, rep, strip = torch.empty_like(lse), n_heads // n_groups, make_strip(o)
     block_m, block_n, warps, stages = tile_sizes("queries", q, v, o)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.q_docs, o.k_docs, block_m, block_n)
-    first, last = _key_phases(o, n_keys, block_n)
+    first, last = phases_over_keys(o, n_keys, block_n)
     band, d_far = _table_buffers(o, lse) if to.table else (row_dot, row_dot)
     kernels.backward_queries[(n_batch * n_heads, -(-n_rows // block_m))](
         q, k, v, out, lse, d_out, row_dot, to.d_q, q if to.d_dense is None else to.d_dense, band, d_far,
@@ -265,12 +259,12 @@ def launch_backward(
     )  # fmt: skip
     block_m, block_n, warps, stages = tile_sizes("keys", q, v, o)
     ranges = None if o.q_docs is None or o.k_docs is None else document_ranges(o.k_docs, o.q_docs, block_n, block_m)
-    first, last = _row_phases(o, n_rows, n_keys, block_m, block_n)
+    first, last = phases_over_rows(o, n_rows, n_keys, block_m, block_n)
     kernels.backward_keys[(n_batch * n_groups, -(-n_keys // block_n))](
         q, k, v, lse, d_out, row_dot, to.d_k, to.d_v, *tensors(o, q, ranges, o.column_plan, strip),
         *numbers(o, n_rows, n_keys), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3],
         *to.d_k.stride()[:3], *to.d_v.stride()[:3], *dense_strides(o.dense), *plan_strides(o.column_plan),
-        N_GROUPS=n_groups, REP=rep, D=d, DV=dv, **flags(o), ADD=to.add, FIRST=first, LAST=last, BLOCK_M=block_m,
+        N_GROUPS=n_groups, REP=rep, D=d, DV=dv, **flags(o), FIRST=first, LAST=last, BLOCK_M=block_m,
         BLOCK_N=block_n, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         num_warps=warps, num_stages=stages
     )  # fmt: skip

@@ -69,7 +69,7 @@ def _head_pointers(
 @triton.jit
 def _scores(
     queries, k_at, t, j, m0, n0, tile_bits, key_end, k_s, q_docs, k_docs, slope, strip_at, dense_at, n_rows, n_keys,
-    offset, left, right, reach, scale, cap, dense_g, dense_t, dense_j, D: tl.constexpr, DOCS: tl.constexpr,
+    offset, left, right, reach, scale, cap, dense_t, dense_j, D: tl.constexpr, DOCS: tl.constexpr,
     PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, SLOPE: tl.constexpr,
     TABLE: tl.constexpr, DENSE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _scores(
     keys = tl.load(k_at + j[None, :].to(tl.int64) * k_s + e[:, None], mask=inside & (e < D)[:, None], other=0.0)
     dots = tl.dot(queries, keys, input_precision=PRECISION)
     scores, _ = score_tile(
-        dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, 0.0, dense_at, dense_g,
+        dots, t[:, None], j[None, :], m0, n0, offset, scale, cap, slope, strip_at, reach, 0.0, dense_at,
         dense_t, dense_j, (t < n_rows)[:, None] & inside, CAP, SLOPE, TABLE, DENSE, True
     )  # fmt: skip
     seen = visible_tile(
@@ -93,7 +93,7 @@ def _scores(
 def row_walk(
     q, k, lse, entropy, best, top_keys, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed, n_rows,
     n_keys, offset, left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, first_head, q_b, q_h,
-    q_t, k_b, k_h, k_s, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width, first_block,
+    q_t, k_b, k_h, k_s, dense_b, dense_h, dense_t, dense_j, plan_b, plan_h, plan_width, first_block,
     N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, LENGTHS: tl.constexpr, DOCS: tl.constexpr,
     PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, SLOPE: tl.constexpr,
     TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
@@ -132,7 +132,7 @@ def row_walk(
         scores = _scores(
             queries, k_at, t, j, m0, n0, tile_bits, key_end, k_s, q_docs + b.to(tl.int64) * n_rows,
             k_docs + b.to(tl.int64) * n_keys, slope, strip_at, dense_at, n_rows, n_keys, offset, left, right, reach,
-            scale, cap, dense_g, dense_t, dense_j, D, DOCS, PLAN, LEFT, RIGHT, CAP, SLOPE, TABLE, DENSE, PRECISION,
+            scale, cap, dense_t, dense_j, D, DOCS, PLAN, LEFT, RIGHT, CAP, SLOPE, TABLE, DENSE, PRECISION,
             BLOCK, BLOCK_D
         )  # fmt: skip
         largest = tl.max(scores, 1)
@@ -167,7 +167,7 @@ def row_walk(
 def column_walk(
     q, k, lse, x, out, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed, n_rows, n_keys, offset,
     left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, first_head, q_b, q_h, q_t, k_b, k_h,
-    k_s, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width, x_b, x_h, x_n, x_t, n_carried,
+    k_s, dense_b, dense_h, dense_t, dense_j, plan_b, plan_h, plan_width, x_b, x_h, x_n, x_t, n_carried,
     N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, LENGTHS: tl.constexpr, DOCS: tl.constexpr,
     PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr, SLOPE: tl.constexpr,
     TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, CARRIED: tl.constexpr,
@@ -202,7 +202,7 @@ def column_walk(
         scores = _scores(
             queries, k_at, t, j, m0, n0, tile_bits, key_end, k_s, q_docs + b.to(tl.int64) * n_rows,
             k_docs + b.to(tl.int64) * n_keys, slope, strip_at, dense_at, n_rows, n_keys, offset, left, right, reach,
-            scale, cap, dense_g, dense_t, dense_j, D, DOCS, PLAN, LEFT, RIGHT, CAP, SLOPE, TABLE, DENSE, PRECISION,
+            scale, cap, dense_t, dense_j, D, DOCS, PLAN, LEFT, RIGHT, CAP, SLOPE, TABLE, DENSE, PRECISION,
             BLOCK, BLOCK_D
         )  # fmt: skip
         norm = tl.load(lse + tl.program_id(0).to(tl.int64) * n_rows + t, mask=t < n_rows, other=float("inf")) * LOG2_E
@@ -231,7 +231,7 @@ def _cell_start(cell, size, larger):
 def cell_walk(
     q, k, lse, out, lengths, q_docs, k_docs, ranges, plan, bits, slopes, strip, dense, seed, n_rows, n_keys, offset,
     left, right, reach, scale, cap, threshold, keep_factor, first_row, first_key, first_head, q_b, q_h, q_t, k_b, k_h,
-    k_s, dense_b, dense_h, dense_g, dense_t, dense_j, plan_b, plan_h, plan_width, n_tall, n_wide, tall, tall_larger,
+    k_s, dense_b, dense_h, dense_t, dense_j, plan_b, plan_h, plan_width, n_tall, n_wide, tall, tall_larger,
     wide, wide_larger, N_HEADS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, LENGTHS: tl.constexpr,
     DOCS: tl.constexpr, PLAN: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, CAP: tl.constexpr,
     SLOPE: tl.constexpr, TABLE: tl.constexpr, DENSE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -271,7 +271,7 @@ def cell_walk(
             scores = _scores(
                 queries, k_at, t, j, m0, n0, tile_bits, key_end, k_s, q_docs + b.to(tl.int64) * n_rows,
                 k_docs + b.to(tl.int64) * n_keys, slope, strip_at, dense_at, n_rows, n_keys, offset, left, right, reach,
-                scale, cap, dense_g, dense_t, dense_j, D, DOCS, PLAN, LEFT, RIGHT, CAP, SLOPE, TABLE, DENSE, PRECISION,
+                scale, cap, dense_t, dense_j, D, DOCS, PLAN, LEFT, RIGHT, CAP, SLOPE, TABLE, DENSE, PRECISION,
                 BLOCK, BLOCK_D
             )  # fmt: skip
             weights = tl.exp2(scores - norm[:, None])
