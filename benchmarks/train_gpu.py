@@ -9,7 +9,7 @@ least 1.4 times a compiled ``nn.Transformer`` and twice a compiled Marian. Losse
 a batch of 16, on the text of the standard library.
 
 ``typed`` runs the command a user types, ``regard train lm model=gpt2 …``, on that text, and the bare step of
-``regard bench train`` at the same shape before and after it: the command reaches at least 97 % of its speed.
+``regard bench train`` at the same shape: the command reaches at least 97 % of its speed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def typed_speed(folder: Path, precision: str) -> tuple[float, int]:
 
 
 def compare_typed(precision: str) -> dict[str, float]:
-    """The speed of the command, and of the bare step before and after it, so that a warm GPU is compared with itself."""
+    """The speed of the command, and of the bare step over as many steps after it, on a GPU that is equally warm."""
     batch, length = SHAPES["gpt2"]
     with tempfile.TemporaryDirectory() as folder:
         typed, vocab_size = typed_speed(Path(folder), precision)

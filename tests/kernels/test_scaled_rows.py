@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.layers.feedforward import ACTIVATIONS
-from regard.layers.row_operators import KINDS, activated_rows, gradient_rows, slope
+from regard.layers.row_operators import KINDS, activated_rows, gradient_rows, joined_rows, slope
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -57,6 +57,20 @@ def test_gradient_rows(kind: str, has_factors: bool, fp8: bool) -> None:
         wanted = wanted * slope(hidden.float(), kind)
         assert_near(half, wanted, HALF)
     assert_near(total, wanted.sum(0), 1e-4)
+    if fp8:
+        assert_near(eight.float() * scales, wanted, ROUNDING)
+    else:
+        assert eight.numel() == scales.numel() == 0
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("widths", [(64, 64, 64), (96, 32, 32), (48, 48)])
+def test_joined_rows(widths: tuple[int, ...], fp8: bool) -> None:
+    parts = [rows(n_rows=1200 if DEVICE.type == "cuda" else 21, width=width)[1] for width in widths]
+    wanted = torch.cat(parts, 1)
+    half, eight, scales, total = joined_rows(parts, fp8)
+    assert torch.equal(half, wanted)
+    assert_near(total, wanted.float().sum(0), 1e-4)
     if fp8:
         assert_near(eight.float() * scales, wanted, ROUNDING)
     else:

@@ -9,6 +9,7 @@ from torch import nn
 from models.small import small_config
 from regard.layers.fp8_linear import E4M3, E5M2, Fp8Linear, gains_from_fp8, scale_rows, use_fp8
 from regard.layers.fused_feedforward import FusedFeedForward
+from regard.layers.heads_projection import HeadsProjection
 from regard.models import build
 from regard.training.loss import Objective
 from regard.training.precision import Precision
@@ -46,11 +47,14 @@ def test_the_large_layers_of_a_model_but_neither_its_norms_nor_its_embeddings() 
     model = build(small_config("gpt2", d_model=512, n_heads=2, d_ff=1536, n_layers=1, dropout=0.0))
     working = WorkingWeights(Objective(model), fp8=True).objective.model
     (block,) = working.stacks()[0].blocks
-    assert isinstance(block.attention.w_qkv, Fp8Linear)
+    assert isinstance(block.attention.w_qkv, HeadsProjection)
+    assert block.attention.w_qkv.fp8
     assert type(block.attention.w_o) is nn.Linear, "512 × 512 would take longer than in bf16"
     assert isinstance(block.ff, FusedFeedForward)
     assert block.ff.fp8
-    assert not any(isinstance(part, Fp8Linear | FusedFeedForward) for part in model.modules()), "the model is unchanged"
+    assert not any(isinstance(part, HeadsProjection | FusedFeedForward) for part in model.modules()), (
+        "the model is unchanged"
+    )
     assert working.head is not None
     assert working.head.fp8
     several = nn.Sequential(nn.Linear(1000, 1048), nn.Linear(1024, 1024), nn.Linear(1024, 1008))

@@ -101,6 +101,32 @@ def _gradient_rows(
     tl.store(sums + tl.program_id(0) * width + columns, total, mask=inside)
 
 
+@triton.jit
+def _joined_rows(
+    first, second, third, out, scaled, scales, sums, n_rows, width_1, width_2, width_3,
+    FP8: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program n of N, for rows n, n + N, …: three rows side by side, in bf16 and fp8, and their sum."""
+    columns = tl.arange(0, BLOCK)
+    in_1, in_2 = columns < width_1, (columns >= width_1) & (columns < width_1 + width_2)
+    in_3 = (columns >= width_1 + width_2) & (columns < width_1 + width_2 + width_3)
+    inside = columns < width_1 + width_2 + width_3
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        long = tl.cast(row, tl.int64)
+        at = long * (width_1 + width_2 + width_3) + columns
+        a = tl.load(first + long * width_1 + columns, mask=in_1, other=0.0)
+        b = tl.load(second + long * width_2 + (columns - width_1), mask=in_2, other=0.0)
+        c = tl.load(third + long * width_3 + (columns - width_1 - width_2), mask=in_3, other=0.0)
+        half = a + b + c  # two of the three are 0
+        tl.store(out + at, half, mask=inside)
+        x = half.to(tl.float32)
+        if FP8:
+            _store_fp8(x, scaled, scales, row, at, inside)
+        total += x
+    tl.store(sums + tl.program_id(0) * (width_1 + width_2 + width_3) + columns, total, mask=inside)
+
+
 def activated_rows(hidden: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     """The activation of bf16 rows (rows, n): in bf16, in e4m3, and the scale (rows, 1) of each row in e4m3."""
     n_rows, width = hidden.shape
@@ -131,6 +157,23 @@ def gradient_rows(
     _gradient_rows[(n_programs,)](
         gradient, gradient if factors is None else factors, gradient if hidden is None else hidden, out, scaled, scales,
         sums, n_rows, width, KIND="none" if hidden is None else kind, FACTORS=factors is not None, FP8=fp8, BLOCK=block,
+        num_warps=_warps(block),
+    )  # fmt: skip
+    return out, scaled, scales, sums.sum(0)
+
+
+def joined_rows(parts: list[Tensor], fp8: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two or three bf16 matrices (rows, n) side by side: in bf16, in e4m3 with the scale (rows, 1) of each row, and
+    the sum over rows in fp32. Without ``fp8`` the second and third are empty."""
+    n_rows, widths, new = len(parts[0]), [part.shape[1] for part in parts], parts[0].new_empty
+    width = sum(widths)
+    out, scaled = new((n_rows, width)), new((n_rows, width) if fp8 else 0, dtype=torch.float8_e4m3fn)
+    scales = new((n_rows, 1) if fp8 else 0, dtype=torch.float32)
+    n_programs = max(1, min(n_rows, _PROGRAMS * _multiprocessors(out.device)))
+    sums, block = new((n_programs, width), dtype=torch.float32), triton.next_power_of_2(width)
+    three = parts if len(parts) == 3 else [*parts, out]
+    _joined_rows[(n_programs,)](
+        *three, out, scaled, scales, sums, n_rows, *widths, *[0] * (3 - len(parts)), FP8=fp8, BLOCK=block,
         num_warps=_warps(block),
     )  # fmt: skip
     return out, scaled, scales, sums.sum(0)

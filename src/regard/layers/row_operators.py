@@ -73,6 +73,27 @@ def _(
     return out, scaled, scales, new((width,), dtype=torch.float32)
 
 
+@torch.library.custom_op("regard::joined_rows", mutates_args=())
+def joined_rows(parts: list[Tensor], fp8: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two or three bf16 matrices (rows, n) side by side: in bf16, in e4m3 with the scale (rows, 1) of each row, and
+    the sum over rows in fp32. Without ``fp8`` the second and third are empty."""
+    if has_kernel(parts[0]) and sum(part.shape[1] for part in parts) <= WIDEST:
+        from ..kernels import scaled_rows
+
+        return scaled_rows.joined_rows(parts, fp8)
+    out = torch.cat(parts, -1)
+    scaled, scales = _in_fp8(out.float()) if fp8 else (out.new_empty(0, dtype=_E4M3), out.new_empty(0).float())
+    return out, scaled, scales, out.sum(0, dtype=torch.float32)
+
+
+@joined_rows.register_fake
+def _(parts: list[Tensor], fp8: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    new, n_rows, width = parts[0].new_empty, parts[0].shape[0], sum(part.shape[1] for part in parts)
+    scaled = new((n_rows, width) if fp8 else (0,), dtype=_E4M3)
+    scales = new((n_rows, 1) if fp8 else (0,), dtype=torch.float32)
+    return new((n_rows, width)), scaled, scales, new((width,), dtype=torch.float32)
+
+
 def slope(x: Tensor, kind: str) -> Tensor:
     """The derivative of an activation in ``KINDS``."""
     match kind:

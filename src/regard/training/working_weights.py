@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..attention import MultiHeadAttention
 from ..errors import RegardError
 from ..layers.fp8_linear import use_fp8
 from ..layers.fused_feedforward import fuse_feedforwards
+from ..layers.heads_projection import fuse_projections
 from .loss import Objective
 from .parallel import Group
 from .precision import Precision
@@ -38,9 +40,9 @@ def working_weights(objective: Objective, precision: Precision, group: Group) ->
 class WorkingWeights:
     """``objective`` is the given one over a copy of its model, with fp32 parameters converted to ``dtype``.
 
-    Feed-forward networks are fused. With ``fp8``, they, the other linear layers that gain from it and the head compute
-    their products in eight bits. Buffers, tokenizers and the reference model are shared with the original; tied
-    parameters stay tied.
+    Feed-forward networks and projections to heads are fused. With ``fp8``, they, the other linear layers that gain from
+    it and the head compute their products in eight bits. Buffers, tokenizers and the reference model are shared with
+    the original; tied parameters stay tied.
     """
 
     def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> None:
@@ -51,6 +53,9 @@ class WorkingWeights:
         copied = copy.deepcopy(model, memo)
         for stack in copied.stacks():
             fuse_feedforwards(stack, fp8)
+            for part in stack.modules():
+                if isinstance(part, MultiHeadAttention):
+                    fuse_projections(part, fp8)
             if fp8:
                 use_fp8(stack)
         if fp8 and copied.head is not None:
