@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ..foundation.checks import check_positive
 from ..layers.feedforward import CHUNK_TOKENS, should_chunk
-from ..layers.heads_projection import HeadsProjection
 from .attend import prepare
 from .backends import run
 from .biases import Bias
@@ -253,8 +252,8 @@ class MultiHeadAttention(nn.Module):
 
     def _project(self, project: nn.Module, x: Tensor, *counts: int) -> list[Tensor]:
         """x (B, T, M) → heads (B, count, T, D) for each count; long inputs go in chunks to save memory."""
-        if isinstance(project, HeadsProjection):
-            return project.heads(x, counts, self.d_head)
+        if (fused := getattr(project, "heads", None)) is not None:  # a layer of ``training.fused_layers``
+            return fused(x, counts, self.d_head)
         if not should_chunk(x):
             return self._heads(project(x), *counts)
         heads: list[Tensor] = []

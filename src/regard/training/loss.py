@@ -15,11 +15,11 @@ from ..attention.triton_backend import HAS_TRITON
 from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
 from ..foundation.autograd import first_derivative_only
-from ..layers import fp8_linear
-from ..layers.fp8_linear import E4M3
 from ..models import Model
 from ..models.components import TokenHead
 from ..models.experts import take_router_losses
+from . import fp8_linear
+from .fp8_linear import E4M3
 
 
 @dataclass(frozen=True, eq=False)

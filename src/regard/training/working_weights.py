@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import MultiHeadAttention
 from ..errors import RegardError
-from ..layers.fp8_linear import use_fp8
-from ..layers.fused_feedforward import fuse_feedforwards
-from ..layers.heads_projection import fuse_projections
+from .fp8_linear import use_fp8
+from .fused_layers import fuse_layers
 from .loss import Objective
 from .parallel import Group
 from .precision import Precision
@@ -52,10 +50,7 @@ class WorkingWeights:
         memo |= {id(own): half for own, half in self._pairs}
         copied = copy.deepcopy(model, memo)
         for stack in copied.stacks():
-            fuse_feedforwards(stack, fp8)
-            for part in stack.modules():
-                if isinstance(part, MultiHeadAttention):
-                    fuse_projections(part, fp8)
+            fuse_layers(stack, fp8)
             if fp8:
                 use_fp8(stack)
         if fp8 and copied.head is not None:

@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from models.small import small_config
-from regard.layers.fp8_linear import E4M3, E5M2, Fp8Linear, gains_from_fp8, scale_rows, use_fp8
-from regard.layers.fused_feedforward import FusedFeedForward
-from regard.layers.heads_projection import HeadsProjection
 from regard.models import build
+from regard.training.fp8_linear import E4M3, E5M2, Fp8Linear, gains_from_fp8, scale_rows, use_fp8
+from regard.training.fused_layers import FusedFeedForward, HeadsProjection
 from regard.training.loss import Objective
 from regard.training.precision import Precision
 from regard.training.working_weights import WorkingWeights

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .feedforward import ACTIVATIONS
+from ..layers.feedforward import ACTIVATIONS
 
 WIDEST = 16384  # numbers of a row that a kernel holds in registers
 _E4M3 = torch.float8_e4m3fn
