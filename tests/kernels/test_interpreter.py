@@ -45,6 +45,12 @@ def test_kernels_in_tritons_interpreter() -> None:
     loss = HERE / "test_token_loss.py"
     tests += [f"{loss}::test_it_is_plain_torch_within_twice_the_error_of_bf16[{name}]" for name in LOSSES]
     tests.append(f"{loss}::test_rows_without_a_target_have_no_gradient")
+    tests.append(f"{loss}::test_with_fp8_the_gradient_of_hidden_is_a_product_in_eight_bits")
+    rows = HERE / "test_scaled_rows.py"
+    tests += [
+        f"{rows}::test_{name}"
+        for name in ("activated_rows[gelu_tanh]", "gradient_rows[gelu_tanh-True-True]", "joined_rows[widths1-True]")
+    ]
     decoding = HERE.parent / "generation" / "test_cuda_graph.py"
     tests += [f"{decoding}::test_the_kernel_of_a_product{name}" for name in PRODUCTS]
     tests += [f"{decoding}::test_a_product_merges_the_parts_of_{name}" for name in PARTS]

@@ -113,9 +113,8 @@ def prepare(
         raise ValueError(f"sinks must be {expected}; got {tuple(sinks.shape)} on {sinks.device}")
     ready = mechanism.prepare(q, k, v, mask, frame)
     seed = None if seed is None or dropout == 0 else torch.as_tensor(seed, device=q.device)
-    return AttentionCall(
-        ready.q, ready.k, ready.mask, bias, mechanism, ready.frame, ready.v, dropout, seed, sinks=sinks
-    )
+    inputs = (ready.q, ready.k, ready.mask, bias, mechanism, ready.frame)
+    return AttentionCall(*inputs, v=ready.v, dropout=dropout, seed=seed, sinks=sinks)
 
 
 def _convert_mask(mask: Tensor, frame: Frame) -> tuple[Mask, Bias | None]:

@@ -252,6 +252,8 @@ class MultiHeadAttention(nn.Module):
 
     def _project(self, project: nn.Module, x: Tensor, *counts: int) -> list[Tensor]:
         """x (B, T, M) → heads (B, count, T, D) for each count; long inputs go in chunks to save memory."""
+        if (fused := getattr(project, "heads", None)) is not None:  # a layer of ``training.fused_layers``
+            return fused(x, counts, self.d_head)
         if not should_chunk(x):
             return self._heads(project(x), *counts)
         heads: list[Tensor] = []

@@ -7,12 +7,12 @@ a decoder like nanoGPT's (vocabulary padded to a multiple of 64), an encoder-dec
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from ..models.model_flops import training_flops
 from ..training.compilation import Compiled, compiler_options
 from ..training.gradient_pass import GradientPass, should_capture
 from ..training.loss import Batch, Objective
-from ..training.optimiser import build_optimiser
+from ..training.optimiser import Schedule, build_optimiser
 from ..training.parallel import Group, clip_grad_norm
 from ..training.precision import Precision, PrecisionName, supported_precisions
 from ..training.working_weights import WorkingWeights, uses_working_weights
@@ -147,15 +147,18 @@ def measure_steps(step: Step, batch: Batch, device: torch.device, steps: int) ->
         step(batch)
         event.record()
     torch.cuda.synchronize()
-    gaps = [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+    gaps = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
     return statistics.median(gaps), torch.cuda.max_memory_allocated()
 
 
 # ---- the contenders
 
 
-def regard_step(config: ModelConfig, precision: Precision, compile: bool) -> Step:
-    """The step of the training loop without the loop: an upper limit of the speed of ``regard train``."""
+def regard_step(config: ModelConfig, precision: Precision, compile: bool, schedule: Schedule | None = None) -> Step:
+    """The step of the training loop without the loop: an upper limit of the speed of ``regard train``.
+
+    ``schedule`` gives the factor on the learning rate at each step; by default it is 1.
+    """
     model = build(config).to(precision.device)
     objective = Objective(model).train()
     working = None
@@ -163,7 +166,7 @@ def regard_step(config: ModelConfig, precision: Precision, compile: bool) -> Ste
         working = WorkingWeights(objective, fp8=precision.name == "fp8")
     inner = objective if working is None else working.objective
     gradient_pass: GradientPass | None = None
-    optimiser = build_optimiser(model, _RECIPE)
+    optimiser, numbers = build_optimiser(model, _RECIPE), itertools.count(1)
 
     def step(batch: Batch) -> Tensor:
         nonlocal gradient_pass
@@ -173,6 +176,8 @@ def regard_step(config: ModelConfig, precision: Precision, compile: bool) -> Ste
             gradient_pass = GradientPass(module, precision, working, should_capture(objective, flops, working, 1))
         loss = gradient_pass.run(batch, 1 / batch.targets.numel())
         clip_grad_norm(model.parameters(), 1.0)
+        if schedule is not None:
+            optimiser.set_lr(schedule(next(numbers)))
         optimiser.step()
         optimiser.zero_grad()
         if working is not None:
@@ -182,21 +187,26 @@ def regard_step(config: ModelConfig, precision: Precision, compile: bool) -> Ste
     return step
 
 
-def plain_step(module: nn.Module, precision: Precision, compile: bool) -> Step:
-    """A step as in nanoGPT's ``train.py``: fp32 weights, autocast, fused AdamW."""
+def plain_step(module: nn.Module, precision: Precision, compile: bool, schedule: Schedule | None = None) -> Step:
+    """A step as in nanoGPT's ``train.py``: fp32 weights, autocast, fused AdamW. ``schedule``: see ``regard_step``."""
     module.to(precision.device).train()
     run: Any = torch.compile(module) if compile else module
     matrices = [p for p in module.parameters() if p.dim() > 1]
     others = [p for p in module.parameters() if p.dim() < 2]
     groups: Any = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    adam = torch.optim.AdamW(groups, 6e-4, (0.9, 0.95), fused=precision.device.type == "cuda")
+    adam = torch.optim.AdamW(groups, _RECIPE.lr, (0.9, 0.95), fused=precision.device.type == "cuda")
     forward: Callable[[], AbstractContextManager[Any]] = precision.forward
+    numbers = itertools.count(1)
 
     def step(batch: Batch) -> Tensor:
         with forward():
             loss = run(*batch.inputs, batch.targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        if schedule is not None:
+            factor = schedule(next(numbers))
+            for group in adam.param_groups:
+                group["lr"] = _RECIPE.lr * factor
         adam.step()
         adam.zero_grad(set_to_none=True)
         return loss.detach()

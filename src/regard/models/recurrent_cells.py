@@ -294,7 +294,8 @@ class Alignment(nn.Module):
     def _call(self, q: Tensor, view: MemoryView, dropout: float = 0.0) -> AttentionCall:
         mask = None if view.real is None else masks.valid_keys(view.real)
         seed = draw_seed(q.device) if dropout > 0 else None
-        return AttentionCall(q, view.k, mask, None, self.mechanism, Frame.of(q, view.k), view.v, dropout, seed)
+        frame = Frame.of(q, view.k)
+        return AttentionCall(q, view.k, mask, None, self.mechanism, frame, v=view.v, dropout=dropout, seed=seed)
 
 
 _ONE_HEAD = Frame.aligned(1, 1, 1, 1)

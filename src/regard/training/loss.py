@@ -15,11 +15,11 @@ from ..attention.triton_backend import HAS_TRITON
 from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
 from ..foundation.autograd import first_derivative_only
-from ..layers import fp8_linear
-from ..layers.fp8_linear import E4M3
 from ..models import Model
 from ..models.components import TokenHead
 from ..models.experts import take_router_losses
+from . import fp8_linear
+from .fp8_linear import E4M3
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,17 +250,17 @@ def _fused_loss(
     sum_dtype = torch.float32 if n_rows > size else torch.bfloat16  # a sum over several chunks needs fp32
     d_weight = hidden.new_zeros(w.shape if for_weight else 0, dtype=sum_dtype)
     d_bias = hidden.new_zeros(len(w) if for_bias else 0, dtype=torch.float32)
-    w8 = fp8_linear.scale_rows(w.T, E4M3) if fp8 and for_hidden else None
+    in_fp8 = fp8 and for_hidden
     for start in range(0, n_rows, size):
         x, y = hidden[start : start + size].bfloat16(), targets[start : start + size]
         logits = F.linear(x, w, b)
-        slope8 = None if w8 is None else torch.empty_like(logits, dtype=fp8_linear.E5M2)
+        slope8 = torch.empty_like(logits, dtype=fp8_linear.E5M2) if in_fp8 else None
         total += loss_and_slope(logits, y, n_classes, IGNORE, smoothing, cap, any(needs), slope8).sum()
         if for_bias:
             d_bias += logits.sum(0, dtype=torch.float32)
-        if w8 is not None and slope8 is not None:
-            scale = torch.full((len(x), 1), 1 / LIFT, device=x.device)
-            d_hidden[start : start + size] = fp8_linear.product((slope8, scale), w8, gradient=True)
+        if slope8 is not None:
+            scale = torch.full((), 1 / LIFT, device=x.device)
+            d_hidden[start : start + size] = fp8_linear.gradient_product(slope8, w, scale)
         elif for_hidden:
             torch.mm(logits, w, out=d_hidden[start : start + size])
         if for_weight and n_rows <= size:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RegardError
-from ..layers.fp8_linear import use_fp8
+from .fp8_linear import use_fp8
+from .fused_layers import fuse_layers
 from .loss import Objective
 from .parallel import Group
 from .precision import Precision
@@ -37,8 +38,9 @@ def working_weights(objective: Objective, precision: Precision, group: Group) ->
 class WorkingWeights:
     """``objective`` is the given one over a copy of its model, with fp32 parameters converted to ``dtype``.
 
-    With ``fp8``, the linear layers and the head compute their products in eight bits. Buffers, tokenizers and the
-    reference model are shared with the original; tied parameters stay tied.
+    Feed-forward networks and projections to heads are fused. With ``fp8``, they, the other linear layers that gain from
+    it and the head compute their products in eight bits. Buffers, tokenizers and the reference model are shared with
+    the original; tied parameters stay tied.
     """
 
     def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> None:
@@ -47,11 +49,12 @@ class WorkingWeights:
         memo: dict[int, Any] = {id(shared): shared for shared in (model.processor, model.provenance, *model.buffers())}
         memo |= {id(own): half for own, half in self._pairs}
         copied = copy.deepcopy(model, memo)
-        if fp8:
-            for stack in copied.stacks():
+        for stack in copied.stacks():
+            fuse_layers(stack, fp8)
+            if fp8:
                 use_fp8(stack)
-            if copied.head is not None:
-                copied.head.fp8 = True
+        if fp8 and copied.head is not None:
+            copied.head.fp8 = True
         self.objective = Objective(copied, objective.smoothing, objective.loss, objective.reference)
         self.objective.train()
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from models.small import small_config
-from regard.layers.fp8_linear import E4M3, E5M2, Fp8Linear, scale_rows, use_fp8
 from regard.models import build
+from regard.training.fp8_linear import E4M3, E5M2, Fp8Linear, gains_from_fp8, scale_rows, use_fp8
+from regard.training.fused_layers import FusedFeedForward, HeadsProjection
 from regard.training.loss import Objective
 from regard.training.precision import Precision
 from regard.training.working_weights import WorkingWeights
@@ -41,18 +42,24 @@ def test_rows_of_any_size_use_the_whole_range(dtype: torch.dtype) -> None:
     assert scale_rows(x.T, dtype)[0].is_contiguous(), "which the matrix units ask for"
 
 
-def test_the_layers_of_a_model_but_neither_its_norms_nor_its_embeddings() -> None:
-    model = build(small_config("gpt2", d_model=32, n_heads=2, d_ff=64, dropout=0.0))
-    objective = Objective(model)
-    working = WorkingWeights(objective, fp8=True).objective.model
-    for stack in working.stacks():
-        assert all(isinstance(part, Fp8Linear) for part in stack.modules() if isinstance(part, nn.Linear))
-    assert not any(isinstance(part, Fp8Linear) for part in model.modules()), "the model itself stays as it was"
+def test_the_large_layers_of_a_model_but_neither_its_norms_nor_its_embeddings() -> None:
+    model = build(small_config("gpt2", d_model=512, n_heads=2, d_ff=1536, n_layers=1, dropout=0.0))
+    working = WorkingWeights(Objective(model), fp8=True).objective.model
+    (block,) = working.stacks()[0].blocks
+    assert isinstance(block.attention.w_qkv, HeadsProjection)
+    assert block.attention.w_qkv.fp8
+    assert type(block.attention.w_o) is nn.Linear, "512 × 512 would take longer than in bf16"
+    assert isinstance(block.ff, FusedFeedForward)
+    assert block.ff.fp8
+    assert not any(isinstance(part, HeadsProjection | FusedFeedForward) for part in model.modules()), (
+        "the model is unchanged"
+    )
     assert working.head is not None
     assert working.head.fp8
-    odd = nn.Sequential(nn.Linear(20, 32), nn.Linear(32, 32))
-    use_fp8(odd)
-    assert [type(part) for part in odd] == [nn.Linear, Fp8Linear]
+    several = nn.Sequential(nn.Linear(1000, 1048), nn.Linear(1024, 1024), nn.Linear(1024, 1008))
+    use_fp8(several)
+    assert [type(part) for part in several] == [nn.Linear, Fp8Linear, nn.Linear]
+    assert not gains_from_fp8(nn.Identity())
 
 
 def test_a_device_without_it_says_so() -> None:
