@@ -117,7 +117,7 @@ def bench_serve(
     """
     headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
     n_cores = os.cpu_count() or 1
-    target = Target.of(url, timeout, headers, max(1, n_cores // 4) if processes is None else processes)
+    target = LoadTarget.of(url, timeout, headers, max(1, n_cores // 4) if processes is None else processes)
     load = Load(model or _first_model(target.connect(), headers, url), max_tokens, beams)
     bench = ServeBench(url, load)
     warm_up = _request(target.connect(), headers, load, prompts[0])
@@ -129,7 +129,7 @@ def bench_serve(
     return bench
 
 
-def _run_load(target: Target, load: Load, prompts: Sequence[str], n: int, requests: int) -> LoadResult:
+def _run_load(target: LoadTarget, load: Load, prompts: Sequence[str], n: int, requests: int) -> LoadResult:
     shares = list(zip(_shares(n, target.processes), _shares(requests, target.processes), strict=True))
     starts = list(itertools.accumulate((share[1] for share in shares), initial=0))
     jobs = [(target, load, prompts, *share, start) for share, start in zip(shares, starts, strict=False) if share[0]]
@@ -164,7 +164,7 @@ def _set_barrier(barrier: Any) -> None:
 
 
 def _run_clients(
-    target: Target, load: Load, prompts: Sequence[str], n: int, requests: int, first: int
+    target: LoadTarget, load: Load, prompts: Sequence[str], n: int, requests: int, first: int
 ) -> tuple[float, float, list[Timing]]:
     """Send ``requests`` requests from number ``first`` on with n clients; returns when they began and ended."""
     numbers = count()
@@ -192,7 +192,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """The server under load, and the number of processes that send requests."""
 
     scheme: str
@@ -203,7 +203,7 @@ class Target:
     processes: int = 1
 
     @classmethod
-    def of(cls, url: str, timeout: float, headers: dict[str, str], processes: int) -> Target:
+    def of(cls, url: str, timeout: float, headers: dict[str, str], processes: int) -> LoadTarget:
         try:
             parts = urlsplit(url)
             scheme, host, port = parts.scheme, parts.hostname, parts.port

@@ -22,7 +22,7 @@ from .cuda_graph import BLOCK_STEPS, CapturedStep, copy_to_host
 from .generation_config import GenerateConfig
 from .prompt_reading import PromptReading
 from .prompts import Prompts
-from .slot_engine import Draws, GraphSlots, Slot
+from .slot_engine import BlockDraws, GraphSlots, Slot
 
 
 class SearchBlock(NamedTuple):
@@ -102,7 +102,7 @@ class SearchSlots(GraphSlots):
         super().leave(slot)
         self._beams.open[slot.index] = False
 
-    def start_block(self, draws: Mapping[Slot, Draws]) -> SearchBlock | None:  # type: ignore[override]  # texts, not tokens
+    def start_block(self, draws: Mapping[Slot, BlockDraws]) -> SearchBlock | None:  # type: ignore[override]  # texts, not tokens
         """Start ``BLOCK_STEPS`` steps of every search without waiting for them; None if no slot is taken."""
         if not self.taken:
             return None

@@ -50,7 +50,7 @@ class Slot:
     next_tokens: list[int] = field(default_factory=list)  # the next input token of each row
 
 
-class Draws(NamedTuple):
+class BlockDraws(NamedTuple):
     """How the tokens of a text are sampled in a block."""
 
     temperature: float
@@ -100,7 +100,7 @@ class SeparateSlots:
         parts = zip(self.taken, tokens.split(self.size), strict=True)
         return torch.cat([self._engines[slot].decode_one_token(slot_tokens) for slot, slot_tokens in parts])
 
-    def start_block(self, draws: Mapping[Slot, Draws]) -> TokenBlock | None:
+    def start_block(self, draws: Mapping[Slot, BlockDraws]) -> TokenBlock | None:
         """Start several steps of every slot, greedy but for those with ``draws``; None if no slot is taken, or if these
         slots only decode step by step."""
         return None
@@ -325,7 +325,7 @@ class GraphSlots(SeparateSlots):
         assert logits is not None
         return logits[self._rows].float()
 
-    def start_block(self, draws: Mapping[Slot, Draws]) -> TokenBlock | None:
+    def start_block(self, draws: Mapping[Slot, BlockDraws]) -> TokenBlock | None:
         if self.size > 1 or not self.taken:
             return None
         state, unset = self._decoder.state, [slot for slot in self._unset if slot in self.taken]
@@ -340,7 +340,7 @@ class GraphSlots(SeparateSlots):
         (self._mixed_steps if draws else self._greedy_steps)()
         return TokenBlock(list(self.taken), copy_to_host((state.history[:BLOCK_STEPS],)))
 
-    def _set_draws(self, draws: Mapping[Slot, Draws]) -> None:
+    def _set_draws(self, draws: Mapping[Slot, BlockDraws]) -> None:
         inverse, numbers = [0.0] * self._decoder.shape.rows, list[list[float]]()
         for slot, (temperature, uniform) in draws.items():
             inverse[slot.index] = 1 / temperature

@@ -19,7 +19,7 @@ from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompt_reading import PromptReading
 from ..generation.sampling import draw_tokens, filter_logits, has_filters, reads_text, uniform_draws
-from ..generation.slot_engine import Draws, Slot
+from ..generation.slot_engine import BlockDraws, Slot
 from ..generation.stop_conditions import END, GOING_ON, LENGTH, TEXT, Finish, StopStrings, finish_reason, stop_codes
 
 
@@ -153,12 +153,12 @@ class SampledText:
             return False
         return config.top_k is None and config.min_p is None and (config.top_p is None or config.top_p >= 1)
 
-    def next_draws(self, n_before: int, n: int) -> Draws | None:
+    def next_draws(self, n_before: int, n: int) -> BlockDraws | None:
         """How to sample the n tokens after the next ``n_before``; None if it is greedy."""
         if self._draws is None:
             return None
         first = len(self.tokens) + n_before
-        return Draws(self._config.temperature or 1.0, self._draws[first : first + n].tolist())
+        return BlockDraws(self._config.temperature or 1.0, self._draws[first : first + n].tolist())
 
     def add_block(self, tokens: Sequence[int]) -> TokenEvent:
         """Append tokens that were decoded as a block, up to the end of the text; returns their event."""

@@ -20,7 +20,7 @@ from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompts import max_text_length
 from ..generation.search_slots import SearchSlots
-from ..generation.slot_engine import Draws, SeparateSlots, Slot, can_capture_slots, open_slots
+from ..generation.slot_engine import BlockDraws, SeparateSlots, Slot, can_capture_slots, open_slots
 from ..models import Model
 from .metrics import SchedulerStatistics
 from .running_text import (
@@ -308,7 +308,7 @@ class TextBatches:
             self._searches = {key: other for key, other in self._searches.items() if other is not group}
 
 
-def _draws(slots: SeparateSlots) -> dict[Slot, Draws]:
+def _draws(slots: SeparateSlots) -> dict[Slot, BlockDraws]:
     """How the next block of tokens is sampled, for the texts that are not greedy."""
     if isinstance(slots, SearchSlots):
         return {}
