@@ -166,6 +166,8 @@ def decode_after(decode: Decode, before: Sequence[int]) -> Decode:
 def stop_prefix_start(pending: Span, stops: Sequence[Span]) -> int:
     """The index from which ``pending`` may be the beginning of a stop and must be held back."""
     length = len(pending)
+    if not stops:  # the usual case, asked for every piece of a stream
+        return length
     return next((i for i in range(length) if any(s[: length - i] == pending[i:] for s in stops)), length)
 
 

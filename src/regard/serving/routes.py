@@ -341,4 +341,8 @@ async def _chunks(
 
 
 def _event(content: Any) -> bytes:
-    return b"data: " + json.dumps(to_jsonable(content), ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
+    try:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):  # infinite log probabilities, say
+        text = json.dumps(to_jsonable(content), ensure_ascii=False)
+    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
