@@ -174,8 +174,8 @@ def stop_prefix_start(pending: Span, stops: Sequence[Span]) -> int:
 class WholeCharacters:
     """Text decoded incrementally from a stream of tokens, in whole characters.
 
-    Each step decodes only the tokens of the last piece and the new ones. The last piece is needed as context because a
-    tokenizer drops the space at the beginning of a text.
+    Each step decodes only the last tokens of the last piece and the new ones. The former are needed as context because
+    a tokenizer drops the space at the beginning of a text.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -193,7 +193,7 @@ class WholeCharacters:
             return ""
         piece, self._emitted = ready[len(self._emitted) :], ready
         if ready == text:  # nothing is held back
-            self._start, self._n_emitted = self._n_emitted, len(self.ids)
+            self._start, self._n_emitted = max(self._n_emitted, len(self.ids) - _N_CONTEXT), len(self.ids)
             self._emitted = self._decode(self.ids[self._start :])
         return piece
 
