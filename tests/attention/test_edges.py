@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from regard.attention import Additive, attend, explain, masks
+from regard.attention import Additive, attend, explain, masks, triton_backend
+from regard.attention.attend import prepare
 from regard.attention.biases import Alibi
 
 
@@ -97,3 +98,18 @@ def test_the_wrong_kind_of_argument_is_named(arguments: dict[str, Any], sentence
 def test_a_mask_joins_masks_only() -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         masks.causal() & torch.ones(2, 2, dtype=torch.bool)  # type: ignore[operator]  # that is the point
+
+
+def test_the_kernels_leave_gradients_that_overfill_shared_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "HAS_TRITON", True)
+
+    def obstacle(width: int, mask: masks.Mask, dtype: torch.dtype = torch.float32, grad: bool = True) -> str | None:
+        q, k, v = (heads(1, 2, 5, width, dtype=dtype).requires_grad_(grad) for _ in range(3))
+        return triton_backend.triton_obstacle(prepare(q, k, v, mask))
+
+    said = "gradients with a block-sparse mask and float32 heads wider than 128"
+    assert obstacle(256, masks.Prefix(3)) == said
+    assert obstacle(256, masks.Prefix(3), grad=False) is None
+    assert obstacle(256, masks.Prefix(3), torch.bfloat16) is None
+    assert obstacle(256, masks.causal()) is None
+    assert obstacle(128, masks.Prefix(3)) is None

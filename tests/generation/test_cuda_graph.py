@@ -578,6 +578,20 @@ def test_which_kernel_attends(device: str) -> None:
     assert not goes_by_tiles(heads(64, 12, torch.float32), 12)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [16, 64, 128, 256])
+def test_the_tiles_of_wide_heads_fit_on_a_multiprocessor(device: str, width: int) -> None:
+    kernels()
+    from regard.kernels.decode_attention import attention_tile, dot_tile
+
+    for n_programs in (1, 1000):
+        keys, _, stages = dot_tile(n_programs, width)
+        loaded = (stages - 1) * 2 * keys * width * 2  # bytes of keys and values before a tile is multiplied
+        assert loaded <= 192 << 10, "of 227 KiB of shared memory on an H200"
+        keys, warps = attention_tile(n_programs, width)
+        assert keys * width <= 128 * 32 * warps, "numbers in the registers of the threads"
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -51,7 +51,9 @@ def test_kernels_in_tritons_interpreter() -> None:
         f"{rows}::test_{name}"
         for name in ("activated_rows[gelu_tanh]", "gradient_rows[gelu_tanh-True-True]", "joined_rows[widths1-True]")
     ]
+    tests.append(f"{rows}::test_without_fp8_no_kernel_gets_a_tensor_in_e4m3")
     decoding = HERE.parent / "generation" / "test_cuda_graph.py"
+    tests.append(f"{decoding}::test_the_tiles_of_wide_heads_fit_on_a_multiprocessor[256-interpreted]")
     tests += [f"{decoding}::test_the_kernel_of_a_product{name}" for name in PRODUCTS]
     tests += [f"{decoding}::test_a_product_merges_the_parts_of_{name}" for name in PARTS]
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(TRITON)]))

@@ -75,3 +75,19 @@ def test_joined_rows(widths: tuple[int, ...], fp8: bool) -> None:
         assert_near(eight.float() * scales, wanted, ROUNDING)
     else:
         assert eight.numel() == scales.numel() == 0
+
+
+def test_without_fp8_no_kernel_gets_a_tensor_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton refuses to compile such a kernel for a GPU that has bf16 but not e4m3, such as an A100."""
+    from regard.kernels import scaled_rows
+
+    found = []
+    for name in ("_gradient_rows", "_joined_rows"):
+        note = lambda *given, **_: found.extend(x.dtype for x in given if isinstance(x, Tensor))  # noqa: E731
+        monkeypatch.setattr(scaled_rows, name, {(4,): note})
+    monkeypatch.setattr(scaled_rows, "_multiprocessors", lambda _: 1000)
+    hidden, gradient, factors = rows(n_rows=4)
+    scaled_rows.gradient_rows(gradient, factors, hidden, "silu", False)
+    scaled_rows.gradient_rows(gradient, None, None, "none", False)
+    scaled_rows.joined_rows([hidden, gradient, gradient], False)
+    assert set(found) == {torch.bfloat16, torch.float32}

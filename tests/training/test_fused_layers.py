@@ -10,6 +10,7 @@ from models.small import small_config
 from regard.attention import MultiHeadAttention
 from regard.layers.feedforward import ACTIVATIONS, FeedForward
 from regard.models import build
+from regard.training.fp8_linear import use_fp8
 from regard.training.fused_layers import FusedFeedForward, HeadsProjection, fuse_layers
 from regard.training.row_operators import KINDS, activated_rows, gradient_rows, joined_rows, slope
 
@@ -28,6 +29,19 @@ def test_it_is_the_plain_network(kind: str, bias: bool, fp8: bool, most: float) 
     slopes = torch.randn_like(exact)
     wanted = torch.autograd.grad(exact, (x, *plain.parameters()), slopes)
     grads = torch.autograd.grad(found, (x, *plain.parameters()), slopes.bfloat16())
+    for mine, theirs in zip((found, *grads), (exact, *wanted), strict=True):
+        assert (mine - theirs).norm() < most * theirs.norm()
+
+
+@pytest.mark.parametrize(("fp8", "most"), [(False, 0.05), (True, 0.15)])
+@pytest.mark.parametrize("missing", ["w_in", "w_out"])
+def test_one_of_the_biases_may_be_missing(missing: str, fp8: bool, most: float) -> None:
+    torch.manual_seed(0)
+    plain, x = FeedForward(64, 128), torch.randn(3, 5, 64)
+    getattr(plain, missing).bias = None
+    exact, found = plain(x), FusedFeedForward(plain, fp8)(x)
+    wanted = torch.autograd.grad(exact.sum(), list(plain.parameters()))
+    grads = torch.autograd.grad(found.sum(), list(plain.parameters()))
     for mine, theirs in zip((found, *grads), (exact, *wanted), strict=True):
         assert (mine - theirs).norm() < most * theirs.norm()
 
@@ -99,3 +113,18 @@ def test_a_frozen_projection_stays_a_linear_layer() -> None:
     attention.w_kv.weight.requires_grad_(False)
     fuse_layers(nn.Sequential(attention), fp8=True)
     assert type(attention.w_kv) is nn.Linear
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("place", ["", "w_in", "w_out", "dropout"])
+def test_layers_with_hooks_stay_plain(place: str, fp8: bool) -> None:
+    ff, attention = FeedForward(512, 1536).bfloat16(), MultiHeadAttention(512, 8).bfloat16()
+    calls: list[nn.Module] = []
+    for layer in (ff.get_submodule(place), attention.w_qkv):
+        layer.register_forward_hook(lambda layer, *_: calls.append(layer))
+    module = nn.Sequential(ff, attention)
+    fuse_layers(module, fp8)
+    if fp8:
+        use_fp8(module)
+    module(torch.randn(1, 2, 512).bfloat16())
+    assert calls == [ff.get_submodule(place), attention.w_qkv]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..kernels.flash_ops import Options
 
 _WIDEST = 256  # largest head width
+_WIDEST_WITH_PLAN = 128  # the same for gradients in float32 through a sparse plan
 _LONGEST_TRAINED_TABLE = 1024  # largest distance in the table of a trainable bias
 HAS_TRITON = find_spec("triton") is not None
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,6 +62,8 @@ def triton_obstacle(call: AttentionCall) -> str | None:
         return "float64"
     if max(call.q.shape[-1], call.v.shape[-1]) > _WIDEST:
         return f"heads wider than {_WIDEST}"
+    if _overfills_shared_memory(call):
+        return f"gradients with a block-sparse mask and float32 heads wider than {_WIDEST_WITH_PLAN}"
     if call.frame.may_have_gaps:
         return "positions that are not consecutive"
     parts = _bias_parts(call.bias)
@@ -79,6 +82,15 @@ def triton_obstacle(call: AttentionCall) -> str | None:
         if isinstance(part, XLRelative) and _scale(call) == 0:
             return "a Transformer-XL bias with scale 0"
     return None
+
+
+def _overfills_shared_memory(call: AttentionCall) -> bool:
+    """Whether the backward kernels cannot hold their tiles: blocks of a sparse plan have one size for all widths."""
+    inputs = call.q, call.k, call.v
+    is_wide = max(x.shape[-1] for x in inputs) > _WIDEST_WITH_PLAN and call.q.element_size() > 2
+    if not is_wide or not _is_dot(call) or not any(x.requires_grad for x in inputs):
+        return False
+    return bool(_split_mask(call.mask)[1])
 
 
 def _is_dot(call: AttentionCall) -> bool:

@@ -275,9 +275,12 @@ def _attend_memory_by_tiles(
         tl.store(logs + at, top + tl.log2(weight), mask=each < COPIES * REP)
 
 
-def attention_tile(n_programs: int) -> tuple[int, int]:
-    """Keys per tile and warps of the kernels by lines; few programs need larger tiles to saturate the memory."""
-    return (512, 8) if n_programs < PROGRAMS else (32, 4)
+def attention_tile(n_programs: int, width: int) -> tuple[int, int]:
+    """Keys per tile and warps of self-attention by lines; few programs need larger tiles to saturate the memory.
+
+    A tile is held in registers, so wide heads have fewer keys per tile.
+    """
+    return (512 * 64 // max(64, triton.next_power_of_2(width)), 8) if n_programs < PROGRAMS else (32, 4)
 
 
 def attention_parts(n_programs: int, width: int, n_slots: int) -> int:
@@ -287,9 +290,14 @@ def attention_parts(n_programs: int, width: int, n_slots: int) -> int:
     return max(1, min(MOST_PARTS, PROGRAMS // n_programs, triton.cdiv(n_slots, PART_KEYS)))
 
 
-def dot_tile(n_programs: int) -> tuple[int, int, int]:
-    """Keys per tile, warps and pipeline stages of the kernels by tiles."""
-    return (128, 4, 3) if n_programs < PROGRAMS else (64, 2, 3)
+def dot_tile(n_programs: int, width: int) -> tuple[int, int, int]:
+    """Keys per tile, warps and pipeline stages of the kernels by tiles.
+
+    The stages of 128 keys and values wider than 128 would need more shared memory than a multiprocessor has.
+    """
+    if n_programs >= PROGRAMS:
+        return 64, 2, 3
+    return 128 if width <= 128 else 64, 4, 3
 
 
 def uses_tensor_cores(x: Tensor) -> bool:
@@ -367,13 +375,13 @@ def _launch(
     few = rows * (n_groups if by_tiles else n_heads) < PROGRAMS
     options["FETCH"] = options["EARLY"] and few and origin is None
     if by_tiles:
-        block, warps, stages = dot_tile(rows * n_groups * parts)
+        block, warps, stages = dot_tile(rows * n_groups * parts, width)
         queries, block_d = _query_rows(n_heads // n_groups), max(16, triton.next_power_of_2(width))
         _attend_by_tiles[(rows, n_groups, parts)](
             *inputs, **options, BLOCK_Q=queries, BLOCK_S=block, BLOCK_D=block_d, num_warps=warps, num_stages=stages
         )
     else:
-        block, warps = attention_tile(rows * n_heads)
+        block, warps = attention_tile(rows * n_heads, width)
         _attend_by_lines[(rows, n_heads, parts)](
             *inputs, **options, BLOCK_S=block, BLOCK_D=triton.next_power_of_2(width), num_warps=warps
         )
@@ -421,7 +429,7 @@ def _launch_memory(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: floa
     inputs = (q, k, v, lengths, out, logs, scale * _LOG2_E, *q.stride()[:2], *k.stride()[:3], rows, n_heads)
     options = {"COPIES": copies, "REP": rep, "D": width, "PARTS": parts, **overlap(q.device)}
     if uses_tensor_cores(q):
-        block, warps, stages = dot_tile(n_sources * n_groups * parts)
+        block, warps, stages = dot_tile(n_sources * n_groups * parts, width)
         _attend_memory_by_tiles[(n_sources, n_groups, parts)](
             *inputs, **options, BLOCK_Q=_query_rows(copies * rep), BLOCK_S=block,
             BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=warps, num_stages=stages

@@ -4,6 +4,8 @@
 A row in fp8 is divided by its largest number, which is known only at its end; compiled torch operations therefore read
 a wide row twice and compute the activation twice. Here a program holds a whole row. A kernel that runs over gradients
 also sums them over rows: the gradient of a bias. ``training.row_operators`` has the same in torch operations.
+
+GPUs before Ada have no e4m3: for them Triton compiles no kernel with an argument of that type, even if it is not used.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-WIDEST = 16384  # numbers of a row that a program holds in registers
 _PROGRAMS = 4 if INTERPRETED else 8  # per multiprocessor, of kernels that sum over rows
 
 
@@ -155,9 +156,9 @@ def gradient_rows(
     n_programs = max(1, min(n_rows, _PROGRAMS * _multiprocessors(gradient.device)))
     sums, block = new((n_programs, width), dtype=torch.float32), triton.next_power_of_2(width)
     _gradient_rows[(n_programs,)](
-        gradient, gradient if factors is None else factors, gradient if hidden is None else hidden, out, scaled, scales,
-        sums, n_rows, width, KIND="none" if hidden is None else kind, FACTORS=factors is not None, FP8=fp8, BLOCK=block,
-        num_warps=_warps(block),
+        gradient, gradient if factors is None else factors, gradient if hidden is None else hidden, out,
+        scaled if fp8 else out, scales, sums, n_rows, width, KIND="none" if hidden is None else kind,
+        FACTORS=factors is not None, FP8=fp8, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
     return out, scaled, scales, sums.sum(0)
 
@@ -173,8 +174,8 @@ def joined_rows(parts: list[Tensor], fp8: bool) -> tuple[Tensor, Tensor, Tensor,
     sums, block = new((n_programs, width), dtype=torch.float32), triton.next_power_of_2(width)
     three = parts if len(parts) == 3 else [*parts, out]
     _joined_rows[(n_programs,)](
-        *three, out, scaled, scales, sums, n_rows, *widths, *[0] * (3 - len(parts)), FP8=fp8, BLOCK=block,
-        num_warps=max(1, _warps(block) // 2),
+        *three, out, scaled if fp8 else out, scales, sums, n_rows, *widths, *[0] * (3 - len(parts)), FP8=fp8,
+        BLOCK=block, num_warps=max(1, _warps(block) // 2),
     )  # fmt: skip
     return out, scaled, scales, sums.sum(0)
 

@@ -93,9 +93,15 @@ class Fp8Linear(nn.Linear):
 
 def gains_from_fp8(linear: nn.Module) -> bool:
     """Whether this is a linear layer that tensor cores compute in eight bits, large enough to be faster for it."""
-    if type(linear) is not nn.Linear or linear.in_features % _ALIGNMENT or linear.out_features % _ALIGNMENT:
+    if type(linear) is not nn.Linear or has_hooks(linear):
         return False
-    return linear.in_features + linear.out_features >= _WORTHWHILE
+    widths = linear.in_features, linear.out_features
+    return all(width % _ALIGNMENT == 0 for width in widths) and sum(widths) >= _WORTHWHILE
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether hooks are registered on this layer; a layer that takes its place would not call them."""
+    return any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks))
 
 
 def use_fp8(module: nn.Module) -> None:

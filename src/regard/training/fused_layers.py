@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..attention import MultiHeadAttention
 from ..foundation.autograd import first_derivative_only
 from ..layers.feedforward import ACTIVATIONS, FeedForward
-from .fp8_linear import E4M3, gains_from_fp8, gradient_product, product, scale_rows
+from .fp8_linear import E4M3, gains_from_fp8, gradient_product, has_hooks, product, scale_rows
 from .row_operators import KINDS, WIDEST, activated_rows, gradient_rows, joined_rows
 
 
@@ -42,7 +42,7 @@ class _FeedForward(torch.autograd.Function):
             neurons = ACTIVATIONS[kind](hidden)
             out = F.linear(neurons, w_out, b_out)
         ctx.save_for_backward(x, hidden, neurons, w_in, w_out)
-        ctx.kind, ctx.fp8, ctx.biased = kind, fp8, b_in is not None
+        ctx.kind, ctx.fp8, ctx.biased = kind, fp8, (b_in is not None, b_out is not None)
         return out
 
     @staticmethod
@@ -59,8 +59,9 @@ class _FeedForward(torch.autograd.Function):
             d_b_out = d_out.sum(0, dtype=torch.float32)
             d_hidden, _, _, d_b_in = gradient_rows(d_out @ w_out, None, hidden, ctx.kind, False)
             d_x = d_hidden @ w_in
-        d_biases = (d_b_in.bfloat16(), d_b_out.bfloat16()) if ctx.biased else (None, None)
-        return d_x, d_hidden.T @ x, d_biases[0], d_out.T @ neurons, d_biases[1], None, None
+        in_has_bias, out_has_bias = ctx.biased
+        d_b_in, d_b_out = d_b_in.bfloat16() if in_has_bias else None, d_b_out.bfloat16() if out_has_bias else None
+        return d_x, d_hidden.T @ x, d_b_in, d_out.T @ neurons, d_b_out, None, None
 
 
 class FusedFeedForward(FeedForward):
@@ -125,7 +126,7 @@ class HeadsProjection(nn.Linear):
 
 def fuse_layers(module: nn.Module, fp8: bool) -> None:
     """Replace the layers below ``module`` that are trained whole by fused ones: plain feed-forward networks, and the
-    projections to queries, keys and values."""
+    projections to queries, keys and values. Layers with hooks stay as they are."""
     for part in list(module.modules()):
         for name, child in part.named_children():
             if type(child) is FeedForward and _can_be_fused(child):
@@ -137,8 +138,9 @@ def fuse_layers(module: nn.Module, fp8: bool) -> None:
 
 def _can_be_fused(plain: FeedForward) -> bool:
     fits = plain.activation in KINDS and plain.d_ff <= WIDEST and not plain.fp32_output and plain.dropout.p == 0
-    return fits and _is_trained_linear(plain.w_in) and _is_trained_linear(plain.w_out)
+    hooked = has_hooks(plain) or has_hooks(plain.dropout)
+    return fits and not hooked and _is_trained_linear(plain.w_in) and _is_trained_linear(plain.w_out)
 
 
 def _is_trained_linear(layer: nn.Module) -> bool:
-    return type(layer) is nn.Linear and all(p.requires_grad for p in layer.parameters())
+    return type(layer) is nn.Linear and all(p.requires_grad for p in layer.parameters()) and not has_hooks(layer)
