@@ -193,6 +193,12 @@ def test_a_device_without_float64_draws_a_token_for_every_number(monkeypatch: py
     assert int(tokens.max()) < 49
 
 
+def test_what_is_drawn_from_nan_is_a_token() -> None:
+    """Any: the number after the last would end the texts of the whole batch, and on a GPU the process."""
+    tokens = sampling.draw_tokens(torch.full((2, 9), math.nan), torch.tensor([0.0, 0.5], dtype=torch.float64))
+    assert 0 <= int(tokens.min()) <= int(tokens.max()) < 9
+
+
 def test_numbers_to_draw_with_depend_on_seed_and_copy_alone() -> None:
     """Nor on how many are needed: a limit far above the model's length costs nothing."""
     config, limit = GenerateConfig(sample=True, seed=5, max_new_tokens=10**12), torch.tensor([40])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +14,12 @@ import pytest
 import torch
 
 from generation.spoken import LINES, language_model, translator
+from regard.generation.decode_step import DecodeStep
 from regard.generation.generate import generate, inference
 from regard.generation.prompt_reading import PROMPT_PART, PrefixCache, PromptReader, PromptReading
 from regard.generation.prompts import read_inputs
 from regard.generation.search_slots import SearchSlots
-from regard.generation.slot_engine import GraphSlots
+from regard.generation.slot_engine import BlockDraws, CpuSlots, GraphSlots, Slot
 from regard.generation.text_codec import ModelTokenizers, merge_config
 from regard.layers.quantised_linear import Int8Linear
 from regard.models import Model
@@ -188,6 +192,147 @@ def test_searches_of_more_configs_than_are_captured(
         for way, own in zip(ways, asked, strict=True):
             assert own.tokens() == generate(model, [row], max_new_tokens=9, **way).hypotheses[0][0].tokens
         assert sum(isinstance(slots, SearchSlots) for slots in scheduler.batches.slots.values()) == 2
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches of a GPU, here without a capture."""
+    monkeypatch.setattr("regard.serving.text_batches.can_capture_slots", lambda model: True)
+    monkeypatch.setattr("regard.serving.text_batches.open_slots", GraphSlots)
+
+
+@pytest.mark.usefixtures("captures")
+def test_a_config_that_recurs_replaces_one_that_is_not_in_use(
+    schedule: Callable[..., Scheduler],
+) -> None:
+    """And the keys of the batch that goes are freed before the next one is captured."""
+    model = translator()
+    scheduler, row = schedule(model, max_rows=6), rows_of(model)[0]
+    slots = scheduler.batches.slots
+
+    def captured_after(penalty: float) -> list[float]:
+        Asked(scheduler, row, max_new_tokens=3, beam=2, length_penalty=penalty).wait()
+        return [each.rules.config.length_penalty for each in slots.values() if isinstance(each, SearchSlots)]
+
+    assert captured_after(0.1) == [0.1]
+    (first,) = slots.values()
+    assert isinstance(first, SearchSlots)
+    keys = weakref.ref(first._decoder.keys.data)
+    del first
+    assert captured_after(0.2) == [0.1, 0.2]
+    assert captured_after(0.3) == [0.1, 0.2]
+    assert captured_after(0.3) == [0.2, 0.3]
+    assert keys() is None
+
+
+@pytest.mark.usefixtures("captures")
+def test_captures_of_widths_that_are_not_in_use_are_few(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model(max_len=64)
+    scheduler, row = schedule(model, max_rows=8), rows_of(model)[0]
+    for beam in (2, 3, 4, 5):
+        Asked(scheduler, row, max_new_tokens=3, beam=beam, repetition_penalty=1.3).wait()
+    Asked(scheduler, row, max_new_tokens=3).wait()
+    assert list(scheduler.batches.slots) == [4, 5, 1]
+
+
+@pytest.mark.usefixtures("captures")
+def test_searches_that_cannot_be_captured_are_decoded_step_by_step(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias without an end token makes the filters read from the device; other captures may fail for any reason."""
+    model = language_model(max_len=64, eos_id=None)
+    scheduler, row = schedule(model, max_rows=8), rows_of(model)[0]
+    ways: list[dict[str, Any]] = [{"beam": 3, "logit_bias": {9: -2.0}}, {"beam": 3}]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(SearchSlots, "_capture", fail)
+    for way, n_warnings in zip(ways, (0, 1), strict=True):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                wanted = generate(model, [row], max_new_tokens=5, **way).hypotheses[0][0].tokens
+                assert Asked(scheduler, row, max_new_tokens=5, **way).tokens() == wanted
+        assert sum("step by step: operation not permitted" in str(each.message) for each in caught) == n_warnings
+
+
+@pytest.mark.usefixtures("captures")
+def test_searches_that_cannot_begin_fail_alone(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    model = language_model(max_len=400)
+    scheduler, row, gate = schedule(model, max_rows=8), rows_of(model)[0], threading.Event()
+    scheduler.run(gate.wait)
+    other = Asked(scheduler, row, max_new_tokens=60)
+    monkeypatch.setattr(SearchSlots, "begin", fail)
+    search = Asked(scheduler, row, max_new_tokens=5, beam=3)
+    gate.set()
+    with pytest.raises(MemoryError, match="no room"):
+        search.wait()
+    assert other.tokens() == generate(model, [row], max_new_tokens=60).hypotheses[0][0].tokens
+
+
+@pytest.mark.usefixtures("captures")
+@pytest.mark.parametrize(
+    "fields", [{"max_new_tokens": 1}, {"max_new_tokens": 5, "beam": 3}], ids=["one token", "beams"]
+)
+def test_slots_that_are_free_hold_no_request(fields: dict[str, Any], schedule: Callable[..., Scheduler]) -> None:
+    """Except for those of the last block, until the next one."""
+    model = language_model(max_len=64)
+    scheduler, row = schedule(model, max_rows=8), rows_of(model)[0]
+    requests = [weakref.ref(Asked(scheduler, row, **fields).wait().request) for _ in range(6)]
+    while not scheduler.is_idle:
+        time.sleep(0.001)
+    gc.collect()
+    assert sum(request() is not None for request in requests) <= 1
+
+
+def test_captured_searches_count_the_steps_that_others_count(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, counts = language_model(max_len=64), []
+    for captures in (False, True):
+        monkeypatch.setattr("regard.serving.text_batches.can_capture_slots", lambda model, captures=captures: captures)
+        scheduler = schedule(model)
+        for row, n in zip(rows_of(model), (1, 3, 9, 20), strict=False):
+            Asked(scheduler, row, max_new_tokens=n, beam=3).wait()
+        counts.append(scheduler.statistics.written_tokens)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["step by step", "captured"])
+def test_a_search_that_finds_no_text_fails(
+    captures: bool, schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client would wait forever."""
+    monkeypatch.setattr("regard.serving.text_batches.can_capture_slots", lambda model: captures)
+    model = language_model(max_len=64)
+    n_tokens = model.config.vocab_size
+    for kind, name in ((CpuSlots, "decode"), (DecodeStep, "logits")):
+        monkeypatch.setattr(kind, name, lambda *_: torch.full((3, n_tokens), torch.nan))
+    scheduler = schedule(model, max_rows=3)
+    with pytest.raises(ValueError, match="no text; the model's logits are not finite"):
+        Asked(scheduler, rows_of(model)[0], max_new_tokens=5, beam=3).wait()
+
+
+def test_a_request_that_is_too_wide_is_told_how_many_run(schedule: Callable[..., Scheduler]) -> None:
+    model = language_model()
+    scheduler, row = schedule(model, max_rows=8), rows_of(model)[0]
+    for fields in ({"beam": 9}, {"n_best": 9, "temperature": 1.0}):
+        with pytest.raises(ValueError, match="needs 9 texts or beams at once; this server runs 8"):
+            Asked(scheduler, row, **fields)
+
+
+def test_a_block_divides_by_the_temperature_as_a_single_step_does() -> None:
+    """On a GPU, by a float32 number: torch multiplies by the inverse of that number."""
+    slots = GraphSlots(language_model(max_len=64), 1, 2)
+    for temperature in (0.3, 0.7, 0.9, 1.1, 1.3, 1.7):
+        slots._set_draws({Slot(1, slots): BlockDraws(temperature, [0.5])})
+        assert slots._inverse.tolist() == [0.0, 1 / torch.tensor(temperature)]
 
 
 @pytest.mark.parametrize("name", ["decoder", "rope", "translator"])

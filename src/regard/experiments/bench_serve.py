@@ -130,9 +130,10 @@ def bench_serve(
 
 
 def _run_load(target: LoadTarget, load: Load, prompts: Sequence[str], n: int, requests: int) -> LoadResult:
-    shares = list(zip(_shares(n, target.processes), _shares(requests, target.processes), strict=True))
-    starts = list(itertools.accumulate((share[1] for share in shares), initial=0))
-    jobs = [(target, load, prompts, *share, start) for share, start in zip(shares, starts, strict=False) if share[0]]
+    clients = _shares(n, min(n, target.processes))
+    starts = [requests * before // n for before in itertools.accumulate(clients, initial=0)]  # in proportion to clients
+    spans = zip(clients, itertools.pairwise(starts), strict=True)
+    jobs = [(target, load, prompts, share, stop - start, start) for share, (start, stop) in spans]
     if len(jobs) == 1:
         runs = [_run_clients(*jobs[0])]
     else:

@@ -214,4 +214,5 @@ def draw_tokens(scores: Tensor, draws: Tensor) -> Tensor:
     cumulative = scores.to(widest_float(scores.device)).softmax(-1).cumsum(-1)
     below_one = 1 - torch.finfo(cumulative.dtype).eps / 2  # in float32, a draw may round to 1, which no token passes
     thresholds = draws.to(cumulative).clamp(max=below_one)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, thresholds, right=True)[:, 0]
+    tokens = torch.searchsorted(cumulative, thresholds, right=True)[:, 0]
+    return tokens.clamp(max=scores.shape[1] - 1)  # NaN is passed by no token: keep the index in range

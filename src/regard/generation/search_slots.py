@@ -25,6 +25,13 @@ from .prompts import Prompts
 from .slot_engine import BlockDraws, GraphSlots, Slot
 
 
+class SearchProgress(NamedTuple):
+    """How far a search has come."""
+
+    n_steps: int  # since its prompt was read
+    found: list[Hypothesis] | None  # its texts once it is over
+
+
 class SearchBlock(NamedTuple):
     """The state of the searches after a block of steps, on its way to the host."""
 
@@ -32,18 +39,18 @@ class SearchBlock(NamedTuple):
     read: Callable[[], tuple[Tensor, ...]]
     rules: BeamSearch
 
-    def wait(self) -> list[list[Hypothesis] | None]:
-        """For each slot the texts that its search has found, or None while it goes on."""
-        table, is_open, *pools = self.read()
-        still_open, results = is_open.tolist(), list[list[Hypothesis] | None]()
+    def wait(self) -> list[SearchProgress]:
+        """The progress of the search in each slot."""
+        table, is_open, n_done, *pools = self.read()
+        still_open, n_steps, results = is_open.tolist(), n_done.tolist(), list[SearchProgress]()
         for slot in self.slots:
-            if still_open[slot.index]:
-                results.append(None)
-                continue
-            pool = [x[slot.index].flatten().tolist() for x in pools]
-            n_steps = max(pool[1], default=0)  # the steps at which the texts of the pool ended
-            steps = [(parents, tokens) for parents, tokens in table[:n_steps, slot.index].tolist()]
-            results.append(self.rules.hypotheses(pool, steps))
+            found = None
+            if not still_open[slot.index]:
+                pool = [x[slot.index].flatten().tolist() for x in pools]
+                n_before = max(pool[1], default=0)  # the steps before the last text of the pool ended
+                steps = [(parents, tokens) for parents, tokens in table[:n_before, slot.index].tolist()]
+                found = self.rules.hypotheses(pool, steps)
+            results.append(SearchProgress(n_steps[slot.index], found))
         return results
 
 
@@ -107,5 +114,5 @@ class SearchSlots(GraphSlots):
         if not self.taken:
             return None
         self._steps()
-        state = self._table, self._beams.open.any(-1), *self._beams.pool
+        state = self._table, self._beams.open.any(-1), self._beams.step, *self._beams.pool
         return SearchBlock(list(self.taken), copy_to_host(state), self.rules)

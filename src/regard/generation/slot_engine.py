@@ -312,6 +312,7 @@ class GraphSlots(SeparateSlots):
 
     def leave(self, slot: Slot) -> None:
         self.taken.remove(slot)
+        self._unset = [other for other in self._unset if other is not slot]
         self._free.append(slot.index)
         state = self._decoder.state
         for x in (state.lengths, state.last):
@@ -328,9 +329,9 @@ class GraphSlots(SeparateSlots):
     def start_block(self, draws: Mapping[Slot, BlockDraws]) -> TokenBlock | None:
         if self.size > 1 or not self.taken:
             return None
-        state, unset = self._decoder.state, [slot for slot in self._unset if slot in self.taken]
-        if unset:
-            indices, next_tokens = [slot.index for slot in unset], [slot.next_tokens[0] for slot in unset]
+        state = self._decoder.state
+        if self._unset:
+            indices, next_tokens = zip(*((slot.index, slot.next_tokens[0]) for slot in self._unset), strict=True)
             rows, tokens = upload([indices, next_tokens], state.tokens)
             state.tokens[rows] = tokens
         self._unset = []
@@ -341,12 +342,13 @@ class GraphSlots(SeparateSlots):
         return TokenBlock(list(self.taken), copy_to_host((state.history[:BLOCK_STEPS],)))
 
     def _set_draws(self, draws: Mapping[Slot, BlockDraws]) -> None:
-        inverse, numbers = [0.0] * self._decoder.shape.rows, list[list[float]]()
+        temperatures, numbers = [math.inf] * self._decoder.shape.rows, list[list[float]]()
         for slot, (temperature, uniform) in draws.items():
-            inverse[slot.index] = 1 / temperature
+            temperatures[slot.index] = temperature
             numbers.append([*uniform, *[0.0] * (BLOCK_STEPS - len(uniform))])
         rows = upload([slot.index for slot in draws], self._rows)
-        self._inverse.copy_(upload(inverse, self._inverse))
+        # The inverses that torch computes on a GPU to divide by a number: single steps draw the same tokens.
+        self._inverse.copy_(upload(temperatures, self._inverse).reciprocal())
         self._decoder.draws[rows, :BLOCK_STEPS] = upload(numbers, self._decoder.draws)
 
     def select(self, slot: Slot, parents: Tensor) -> None:

@@ -97,7 +97,7 @@ class TextRequest:
         return len(self.reading.prompts.rows[0]) + self.reading.n_source
 
     def cancel(self) -> None:
-        """Stop within one decode step; may be called from any thread."""
+        """Stop within one round of the scheduler; may be called from any thread."""
         self.cancelled = True
 
 

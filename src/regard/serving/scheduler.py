@@ -1,9 +1,9 @@
 """Continuous batching: a thread that owns one model, and requests that join and leave its batches at every step.
 
 In each round the thread drops cancelled requests, does one piece of other work, reads prompts up to a token budget in
-one forward pass, and decodes one token of every running text. The budget bounds how long running texts wait for new
-prompts. Greedy and sampled texts share a batch; beam searches of equal width share another. A round synchronises with
-the device once per batch.
+one forward pass, and decodes one token of every running text, or on a GPU a block of tokens. The budget bounds how long
+running texts wait for new prompts. Greedy and sampled texts share a batch; beam searches of equal width, or of one
+config where searches are captured, share another. A round synchronises with the device once per batch.
 
 No client waits forever after an error. An exception raised by one text fails only its request; one raised by a batch
 fails the requests of that batch; an unexpected one fails all running requests, and the thread continues with new ones.

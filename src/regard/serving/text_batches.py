@@ -6,21 +6,25 @@ cannot be decoded, for example for lack of memory, its requests fail and the oth
 
 from __future__ import annotations
 
+import gc
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..generation.cuda_graph import BLOCK_STEPS
+from ..errors import first_line
+from ..generation.beam_search import Hypothesis
+from ..generation.cuda_graph import BLOCK_STEPS, can_choose_captured
 from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompts import max_text_length
 from ..generation.search_slots import SearchSlots
-from ..generation.slot_engine import BlockDraws, SeparateSlots, Slot, can_capture_slots, open_slots
+from ..generation.slot_engine import BlockDraws, GraphSlots, SeparateSlots, Slot, can_capture_slots, open_slots
 from ..models import Model
 from .metrics import SchedulerStatistics
 from .running_text import (
@@ -35,6 +39,8 @@ from .running_text import (
 )
 
 _MAX_SEARCH_BATCHES = 2  # batches of captured searches; other configs are searched step by step
+_MAX_WIDTHS = 2  # batches of searches step by step that keep their captures while no search uses them
+_N_RECENT = 64  # configs among which one that recurs is captured in place of one that is not in use
 
 
 class TextReporter(Protocol):
@@ -58,6 +64,8 @@ class TextBatches:
         self.model, self.max_rows, self.max_texts, self._reporter = model, max_rows, max_texts, reporter
         self.slots: dict[int | str, SeparateSlots] = {}  # batches, by rows per slot or by the config of a search
         self._captures = can_capture_slots(model)
+        self._most_captured = _MAX_SEARCH_BATCHES
+        self._recent: deque[str] = deque(maxlen=_N_RECENT)  # the last configs that had no batch
         self._searches: dict[str, JointSearch] = {}  # by config
 
     @property
@@ -78,7 +86,7 @@ class TextBatches:
         """Refuse a request that could never join."""
         n_rows, n_slots = request.size * request.copies, self._n_slots(request.size)
         if n_rows > self.max_rows or request.copies > n_slots:
-            most = min(self.max_rows, n_slots * request.size)
+            most = n_slots if request.size == 1 else self.max_rows
             raise ValueError(f"the request needs {n_rows} texts or beams at once; this server runs {most}")
 
     def _n_slots(self, size: int) -> int:
@@ -97,12 +105,12 @@ class TextBatches:
 
     def step(self) -> None:
         """Decode one token of every text; on a GPU, a block of tokens of greedy texts and of captured searches."""
-        for key, slots in list(self.slots.items()):
+        for slots in list(self.slots.values()):
             start = time.monotonic()
             try:
                 n_steps = self._step_in_blocks(slots) or self._step_once(slots)
             except Exception as error:  # out of memory: the other batches may still fit
-                self._fail_batch(key, error)
+                self._fail_batch(slots, error)
                 continue
             if n_steps:
                 self._reporter.statistics.steps += n_steps
@@ -119,36 +127,75 @@ class TextBatches:
                 self._reporter.end(request, FailureEvent(error))
         for slots, new in joined.items():
             new = [slot for slot in new if slot in slot.owner.request.slots]
-            if not new:
-                continue
-            readings = [slot.owner.request.reading for slot in new]
-            logits = torch.cat([reading.logits for reading in readings])
-            if isinstance(slots, SearchSlots):
-                slots.begin(new, readings, logits)
-            elif slots.size == 1:
-                self._write_tokens(new, logits, [reading.likeliest for reading in readings])
-            else:
-                self._start_searches(slots, new, logits)
+            try:
+                if new:
+                    self._begin(slots, new)
+            except Exception as error:  # out of memory
+                self._fail_batch(slots, error)
         for request in requests:
             request.reading.release()
 
+    def _begin(self, slots: SeparateSlots, new: list[Slot]) -> None:
+        """Take the first step of texts that have joined a batch, from the logits after their prompts."""
+        readings = [slot.owner.request.reading for slot in new]
+        logits = torch.cat([reading.logits for reading in readings])
+        if isinstance(slots, SearchSlots):
+            slots.begin(new, readings, logits)
+        elif slots.size == 1:
+            self._write_tokens(new, logits, [reading.likeliest for reading in readings])
+        else:
+            self._start_searches(slots, new, logits)
+
     def _open(self, request: TextRequest) -> SeparateSlots:
         """The batch of a request."""
-        size = request.size
-        if self._captures and size > 1 and can_join(request.config) and request.strings is None:
-            key = _search_key(request.config)
-            captured = {name: slots for name, slots in self.slots.items() if isinstance(slots, SearchSlots)}
-            if key not in captured and len(captured) == _MAX_SEARCH_BATCHES:
-                unused = next((name for name, slots in captured.items() if not slots.taken), None)
-                if unused is not None:
-                    del captured[unused], self.slots[unused]
-            if key not in captured and len(captured) < _MAX_SEARCH_BATCHES:
-                self.slots[key] = SearchSlots(self.model, request.config, self._n_slots(size))
-            if key in self.slots:
-                return self.slots[key]
+        size, config = request.size, request.config
+        if self._captures and size > 1 and request.strings is None and can_join(config):
+            slots = self._open_captured(config) if can_choose_captured(config, self.model.config.eos_id) else None
+            if slots is not None:
+                return slots
         if size not in self.slots:
+            widths = [key for key, slots in self.slots.items() if type(slots) is GraphSlots and slots.size > 1]
+            if size > 1 and len(widths) >= _MAX_WIDTHS:
+                self._drop_unused(widths)
+            self._free_dropped()
             self.slots[size] = open_slots(self.model, size, self._n_slots(size))
         return self.slots[size]
+
+    def _open_captured(self, config: GenerateConfig) -> SeparateSlots | None:
+        """The batch of captured searches with this config.
+
+        None if as many others are captured as may be. A config that recurs takes the place of one that is not in use:
+        a capture takes seconds, which a config that occurs once is not worth.
+        """
+        key = _search_key(config)
+        if key in self.slots:
+            return self.slots[key]
+        captured = [name for name, slots in self.slots.items() if isinstance(slots, SearchSlots)]
+        recurs = key in self._recent
+        self._recent.append(key)
+        if len(captured) >= self._most_captured and not (recurs and self._drop_unused(captured)):
+            return None
+        self._free_dropped()
+        try:
+            self.slots[key] = SearchSlots(self.model, config, self._n_slots(config.beam))
+        except Exception as error:  # out of memory, or an operation that cannot be captured
+            self._most_captured = sum(isinstance(slots, SearchSlots) for slots in self.slots.values())
+            warnings.warn(f"searches are decoded step by step: {first_line(error)[:300]}", stacklevel=2)
+            return None
+        return self.slots[key]
+
+    def _drop_unused(self, keys: Iterable[int | str]) -> bool:
+        """Drop one of these batches that no text uses; returns whether there was one."""
+        unused = next((key for key in keys if not self.slots[key].taken), None)
+        if unused is None:
+            return False
+        del self.slots[unused]
+        return True
+
+    def _free_dropped(self) -> None:
+        """Free the memory of batches that were dropped, whose steps refer to themselves, before another is captured."""
+        if self._captures:
+            gc.collect()
 
     def _join(self, request: TextRequest, slots: SeparateSlots) -> list[Slot]:
         """Take slots for the texts of a prefilled request."""
@@ -183,7 +230,7 @@ class TextBatches:
         return self._searches[key]
 
     def _step_in_blocks(self, slots: SeparateSlots) -> int:
-        """Start the next block of steps and handle the previous one; returns the number of steps handled or started.
+        """Start the next block of steps and handle the previous one; returns the number of steps started.
 
         The device computes a block while the host handles the one before it. So texts that end leave one block late,
         and what the device computed for them in the meantime is dropped. 0 if the texts are decoded step by step.
@@ -201,9 +248,7 @@ class TextBatches:
         """Report the tokens of a block of one text, or the result of a search if it has ended."""
         request = slot.owner.request
         if isinstance(slot.batch, SearchSlots):
-            if result is not None:
-                self._reporter.report(request, SearchEvent(result), is_urgent=True)
-            self._count_tokens(slot, BLOCK_STEPS, is_finished=result is not None)
+            self._count_steps(slot, result.n_steps - request.n_tokens, result.found)
             return
         try:
             event = slot.owner.add_block(result)
@@ -227,9 +272,10 @@ class TextBatches:
             self._step_searches(slots, logits.unflatten(0, (-1, slots.size)))
         return 1
 
-    def _fail_batch(self, key: int | str, error: Exception) -> None:
+    def _fail_batch(self, slots: SeparateSlots, error: Exception) -> None:
         """Fail the requests of a batch and discard it; later requests get a new one."""
-        for slot in self.slots.pop(key).taken:
+        self.slots = {key: other for key, other in self.slots.items() if other is not slots}
+        for slot in slots.taken:
             request = slot.owner.request
             self._leave_search(slot)
             request.slots.clear()  # they all belong to this batch
@@ -262,11 +308,8 @@ class TextBatches:
             parents = torch.tensor([step.parents for _, step in unfinished], device=self.model.device)
             slots.select_all([slot for slot, _ in unfinished], parents)
         for slot, step in zip(members, steps, strict=True):
-            if step.finished is None:
-                slot.next_tokens = step.tokens
-            else:
-                self._reporter.report(slot.owner.request, SearchEvent(step.finished), is_urgent=True)
-            self._count_tokens(slot, 1, step.finished is not None)
+            slot.next_tokens = step.tokens
+            self._count_steps(slot, 1, step.finished)
 
     def _write_tokens(self, members: list[Slot], logits: Tensor, likeliest: list[int]) -> None:
         """Choose and report the next tokens of greedy and sampled texts; finished texts leave the batch."""
@@ -283,6 +326,16 @@ class TextBatches:
             if not is_finished:
                 slot.next_tokens = [slot.owner.tokens[-1]]
             self._count_tokens(slot, 1, is_finished)
+
+    def _count_steps(self, slot: Slot, n: int, found: list[Hypothesis] | None) -> None:
+        """Count n steps of a search, one token each, and report the texts that it has found once it is over."""
+        if found == []:
+            error = ValueError("the search found no text; the model's logits are not finite")
+            self._reporter.end(slot.owner.request, FailureEvent(error))
+            return
+        if found is not None:
+            self._reporter.report(slot.owner.request, SearchEvent(found), is_urgent=True)
+        self._count_tokens(slot, n, is_finished=found is not None)
 
     def _count_tokens(self, slot: Slot, n: int, is_finished: bool) -> None:
         """Count n tokens. A finished text leaves the batch; the request ends with its last text."""
