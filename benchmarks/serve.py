@@ -31,7 +31,7 @@ from urllib.request import Request, urlopen
 import torch
 
 import regard
-from regard.experiments.bench_serve import LoadResult, bench_serve, start_server
+from regard.experiments.bench_serve import LoadResult, bench_serve, client_processes, start_server
 from regard.experiments.benchmarking import format_table
 from regard.export.quantise import quantise, write_int8
 from regard.text.processor import Processor
@@ -123,7 +123,13 @@ def measure_load(
     url: str, prompts: list[str], clients: int, requests: int, max_tokens: int = N_NEW, **load: Any
 ) -> LoadResult:
     (result,) = bench_serve(
-        url, clients=(clients,), requests=requests, prompts=prompts, max_tokens=max_tokens, **load
+        url,
+        clients=(clients,),
+        requests=requests,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        processes=client_processes(),
+        **load,
     ).results
     if result.errors:
         raise SystemExit(f"{clients} clients: {result.errors}")

@@ -276,7 +276,7 @@ def bench_server(
     """
     counts = _parse_numbers(clients, "--clients")
     terminal.check_out(out)
-    from regard.experiments.bench_serve import PROMPTS, bench_serve, start_server
+    from regard.experiments.bench_serve import PROMPTS, bench_serve, client_processes, start_server
 
     lines = PROMPTS if prompts is None else [line for line in terminal.read_text(prompts).splitlines() if line.strip()]
     if not lines:
@@ -285,7 +285,7 @@ def bench_server(
     options |= {"beams": beams, "model": model, "api_key": api_key, "progress": terminal.progress}
     is_url = target.startswith(("http://", "https://"))
     with nullcontext(target) if is_url else start_server(target, device) as url:
-        result = bench_serve(url, **options)
+        result = bench_serve(url, **options, processes=client_processes())
     if out is not None:
         write_atomic(out, json.dumps(result.to_dict(), indent=2).encode())
     terminal.print_result(result, as_json)

@@ -107,17 +107,16 @@ def bench_serve(
     beams: int | None = None,
     api_key: str | None = None,
     timeout: float = 120.0,
-    processes: int | None = None,
+    processes: int = 1,
     progress: Callable[[str], None] = lambda line: None,
 ) -> ServeBench:
     """Send ``requests`` requests to the server at ``url`` with each number of ``clients``, after one to warm up.
 
-    The clients share ``processes`` processes, by default one for every four cores: a single one may be slower than the
-    server.
+    The clients share ``processes`` processes, since a single one may be slower than the server; a script that uses
+    several needs ``if __name__ == "__main__"``, as always where Python starts processes.
     """
     headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
-    n_cores = os.cpu_count() or 1
-    target = LoadTarget.of(url, timeout, headers, max(1, n_cores // 4) if processes is None else processes)
+    target = LoadTarget.of(url, timeout, headers, processes)
     load = Load(model or _first_model(target.connect(), headers, url), max_tokens, beams)
     bench = ServeBench(url, load)
     warm_up = _request(target.connect(), headers, load, prompts[0])
@@ -127,6 +126,11 @@ def bench_serve(
         progress(f"{n} clients, {requests} requests")
         bench.results.append(_run_load(target, load, prompts, n, requests))
     return bench
+
+
+def client_processes() -> int:
+    """How many processes of clients this machine has cores for, beside a server."""
+    return max(1, (os.cpu_count() or 1) // 4)
 
 
 def _run_load(target: LoadTarget, load: Load, prompts: Sequence[str], n: int, requests: int) -> LoadResult:
