@@ -79,10 +79,10 @@ docs: $(STAMP) $(VENV)/share/docs  ## build/site: the documents in both language
 faults: $(STAMP)  ## plant each of the faults in tests/faults.py and see that the tests catch it (about half an hour)
 	$(BIN)/python tests/faults.py
 
-trust: browser  ## try every promise of docs/trust.md at full size (about an hour) and write its table
+trust: browser  ## try every promise of docs/trust.md at full size (20 minutes to an hour) and write its table
 	$(BIN)/python tests/trust/promises.py
 
-weaknesses: browser  ## plant each weakness of tests/trust/weaknesses.py and see a line of that table turn red (half an hour)
+weaknesses: browser  ## plant each weakness of tests/trust/weaknesses.py and see a line of that table turn red (some minutes)
 	$(BIN)/python tests/trust/weaknesses.py
 
 lock: $(STAMP)  ## requirements.lock: every pin of constraints.txt with its hashes on PyPI
