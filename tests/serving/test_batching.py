@@ -373,7 +373,7 @@ def test_texts_drawn_in_blocks_are_those_of_generate(
     for row in rows[:3]:
         asked = [Asked(scheduler, row, **way) for way in ways]
         for way, own in zip(ways, asked, strict=True):
-            texts = [text.tokens for text in sorted(generate(model, [row], **way).hypotheses[0], key=id)]
+            texts = [text.tokens for text in generate(model, [row], **way).hypotheses[0]]
             assert own.tokens() in texts, way
     sizes = [len(event.tokens) for event in asked[0].events if isinstance(event, TokenEvent)]
     assert max(sizes) > 1

@@ -211,7 +211,7 @@ class PromptReader:
         self.captures = can_capture(model) and (model.is_decoder_only or self._encoder is not None)
 
     @cached_property
-    def _captured(self) -> CapturedReading | None:
+    def _captured_pass(self) -> CapturedReading | None:
         """The captured pass; None where it cannot be captured."""
         if not self.captures:
             return None
@@ -255,8 +255,13 @@ class PromptReader:
         parts = [reading.next_part() for reading in readings]
         sources = [reading.inputs.sources[0] for reading in readings if reading.inputs.sources is not None]
         is_fresh = all(past is None for past in pasts) and all(source.dim() == 1 for source in sources)
-        if is_fresh and CapturedReading.fits(parts) and CapturedReading.fits(sources) and self._captured is not None:
-            results = self._captured.read(parts, [source.tolist() for source in sources])
+        if (
+            is_fresh
+            and CapturedReading.fits(parts)
+            and CapturedReading.fits(sources)
+            and self._captured_pass is not None
+        ):
+            results = self._captured_pass.read(parts, [source.tolist() for source in sources])
             logits = [result.logits for result in results]
             likeliest = check_logits(torch.cat(logits)).argmax(-1).tolist()
             for reading, result, token in zip(readings, results, likeliest, strict=True):

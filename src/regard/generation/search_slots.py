@@ -60,6 +60,7 @@ class SearchSlots(GraphSlots):
     def __init__(self, model: Model, config: GenerateConfig, max_slots: int) -> None:
         self._config = config
         super().__init__(model, config.beam, max_slots)
+        self.has_blocks = True
 
     def _capture(self) -> None:
         decoder, k = self._decoder, self.size

@@ -73,6 +73,8 @@ class TokenBlock(NamedTuple):
 class SeparateSlots:
     """Slots that are decoded one by one, each by an engine of its own; works for every model."""
 
+    has_blocks = False  # whether ``start_block`` decodes several steps at a time
+
     def __init__(self, model: Model, size: int, max_slots: int) -> None:
         self.model, self.size, self.max_slots = model, size, max_slots
         self.taken: list[Slot] = []  # in the order of the rows of ``decode``
@@ -275,6 +277,7 @@ class GraphSlots(SeparateSlots):
 
     def __init__(self, model: Model, size: int, max_slots: int) -> None:
         super().__init__(model, size, max_slots)
+        self.has_blocks = size == 1
         self._decoder = GraphDecoder(model, slot_shape(model, size, max_slots))
         self._capture()  # before a text joins, because warm-up runs write keys
         state, keys = self._decoder.state, self._decoder.keys
@@ -327,7 +330,7 @@ class GraphSlots(SeparateSlots):
         return logits[self._rows].float()
 
     def start_block(self, draws: Mapping[Slot, BlockDraws]) -> TokenBlock | None:
-        if self.size > 1 or not self.taken:
+        if not self.has_blocks or not self.taken:
             return None
         state = self._decoder.state
         if self._unset:

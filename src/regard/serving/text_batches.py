@@ -235,6 +235,8 @@ class TextBatches:
         The device computes a block while the host handles the one before it. So texts that end leave one block late,
         and what the device computed for them in the meantime is dropped. 0 if the texts are decoded step by step.
         """
+        if not slots.has_blocks:
+            return 0
         previous = slots.block
         in_blocks = isinstance(slots, SearchSlots) or all(slot.owner.takes_blocks for slot in slots.taken)
         slots.block = slots.start_block(_draws(slots)) if in_blocks else None
