@@ -110,8 +110,10 @@ class PromptReading:
         self, model: Model, inputs: ModelInputs, config: GenerateConfig, prefixes: PrefixCache | None = None
     ) -> None:
         name = "prompt" if inputs.sources is None else "target"
-        self.prompts: Prompts = pad_prompts(inputs.rows, model.config, config, model.device, name)
-        self.inputs, self.limit = inputs, int(self.prompts.limit[0])  # limit: maximum of new tokens
+        # On the host: readings are made in request threads, which would wait there for what the device computes.
+        self._host_prompts = pad_prompts(inputs.rows, model.config, config, torch.device("cpu"), name)
+        self.inputs, self.row = inputs, self._host_prompts.rows[0]
+        self.limit = int(self._host_prompts.limit[0])  # maximum of new tokens
         self.n_source = 0 if inputs.sources is None else len(inputs.sources[0])
         self.n_read = 0
         self.logits: Tensor | None = None  # (1, V) after the prompt, once it is read
@@ -120,6 +122,11 @@ class PromptReading:
         self._engine: DecodingEngine | None = None
         self._keys: Tensor | None = None
         self._memory: Tensor | None = None
+
+    @cached_property
+    def prompts(self) -> Prompts:
+        """The prompt as a batch of one on the model's device."""
+        return self._host_prompts.to(self._model.device)
 
     @property
     def is_read(self) -> bool:
@@ -132,25 +139,25 @@ class PromptReading:
 
     def next_part(self) -> list[int]:
         """The tokens to read next: a part of a prompt, or the whole beginning of a target, which is short."""
-        row = self.prompts.rows[0]
-        return row[self.n_read : self.n_read + PROMPT_PART] if self._prefixes is not None else row[self.n_read :]
+        end = len(self.row) if self._prefixes is None else self.n_read + PROMPT_PART
+        return self.row[self.n_read : end]
 
     def find_prefix(self) -> Tensor | None:
         """The keys read so far; before the first part, those of a known prefix. None if there are none."""
         if self.n_read == 0 and self._prefixes is not None:
-            self._keys = self._prefixes.find(self.prompts.rows[0])
+            self._keys = self._prefixes.find(self.row)
             self.n_read = 0 if self._keys is None else self._keys.shape[3]
         return self._keys
 
     def add_part(self, keys: Tensor, memory: Tensor | None, logits: Tensor, likeliest: int) -> None:
         """Record the result of a part: all keys so far, those of the source, and next-token logits (1, V)."""
         self.n_read, self._memory = keys.shape[3], memory
-        if self.n_read < len(self.prompts.rows[0]):
+        if self.n_read < len(self.row):
             self._keys = keys.clone()  # a view would keep the keys of all prompts of the pass
             return
         self._keys, self.logits, self.likeliest = keys, logits, likeliest
         if self._prefixes is not None:
-            self._prefixes.keep(self.prompts.rows[0], keys)
+            self._prefixes.keep(self.row, keys)
 
     def read_alone(self) -> None:
         """Read the next part, after the source if it is the first, with an engine of its own."""
@@ -163,10 +170,10 @@ class PromptReading:
         part = self.next_part()
         logits = self._engine.prefill_part(self.prompts.tokens[:, self.n_read : self.n_read + len(part)])
         self.n_read += len(part)
-        if self.n_read == len(self.prompts.rows[0]):
+        if self.n_read == len(self.row):
             self.logits, self.likeliest = logits, int(logits.argmax())
             if self._prefixes is not None:
-                self._prefixes.keep(self.prompts.rows[0], self.keys())
+                self._prefixes.keep(self.row, self.keys())
 
     @property
     def engine(self) -> DecodingEngine:

@@ -93,8 +93,7 @@ class SearchSlots(GraphSlots):
 
     def begin(self, slots: Sequence[Slot], readings: Sequence[PromptReading], logits: Tensor) -> None:
         """The first step of searches that have just joined, given the logits (n, V) after their prompts."""
-        prompts = [reading.prompts for reading in readings]
-        limit = torch.cat([prompt.limit for prompt in prompts])
+        limit = upload([reading.limit for reading in readings], self._beams.limit)
         beams = self.rules.initial_beams(Prompts([[]] * len(slots), limit.new_zeros(len(slots), 0), None, limit))
         beams.step = torch.zeros_like(limit)
         result: BeamStep = self.rules.advance(beams, logits.repeat_interleave(self.size, 0), beams.step)

@@ -251,7 +251,7 @@ class CpuSlots(SeparateSlots):
         self.keys.write(slot.index, reading.keys())
         if self.sources is not None:
             self.sources.write(slot.index, reading.memory())
-        self._positions[slot.index], self._n_steps[slot.index] = len(reading.prompts.rows[0]), 0
+        self._positions[slot.index], self._n_steps[slot.index] = len(reading.row), 0
 
     def _move(self, slot: Slot, index: int) -> None:
         for columns in (self.keys, self.sources):
@@ -284,7 +284,7 @@ class GraphSlots(SeparateSlots):
         self._decoder.begin(state.lengths[:0], state.last[:0])
         keys.begin(state.lengths, model.decoder.position_bias)
         self._free = list(range(max_slots))[::-1]
-        self._rows = state.lengths[:0]  # rows of the taken slots, in their order
+        self._rows: Tensor | None = None  # rows of the taken slots, in their order; None: to be listed
         self._unset: list[Slot] = []  # slots whose next tokens are not on the device
 
     def _capture(self) -> None:
@@ -310,7 +310,7 @@ class GraphSlots(SeparateSlots):
         self.taken.append(slot)
         self._unset.append(slot)
         self._free.pop()
-        self._list_rows()
+        self._rows = None
         return slot
 
     def leave(self, slot: Slot) -> None:
@@ -320,9 +320,12 @@ class GraphSlots(SeparateSlots):
         state = self._decoder.state
         for x in (state.lengths, state.last):
             x[self._rows_of(slot)] = 0
-        self._list_rows()
+        self._rows = None
 
     def decode(self, tokens: Tensor) -> Tensor:
+        if self._rows is None:
+            rows = [slot.index * self.size + row for slot in self.taken for row in range(self.size)]
+            self._rows = upload(rows, self._decoder.state.tokens)
         self._decoder.state.tokens[self._rows] = tokens
         self._unset = list(self.taken)
         logits = self._step()
@@ -349,7 +352,7 @@ class GraphSlots(SeparateSlots):
         for slot, (temperature, uniform) in draws.items():
             temperatures[slot.index] = temperature
             numbers.append([*uniform, *[0.0] * (BLOCK_STEPS - len(uniform))])
-        rows = upload([slot.index for slot in draws], self._rows)
+        rows = upload([slot.index for slot in draws], self._decoder.state.tokens)
         # The inverses that torch computes on a GPU to divide by a number: single steps draw the same tokens.
         self._inverse.copy_(upload(temperatures, self._inverse).reciprocal())
         self._decoder.draws[rows, :BLOCK_STEPS] = upload(numbers, self._decoder.draws)
@@ -368,7 +371,7 @@ class GraphSlots(SeparateSlots):
 
     def _write(self, slot: Slot, reading: PromptReading) -> None:
         state, keys, rows, first = self._decoder.state, self._decoder.keys, self._rows_of(slot), slot.index * self.size
-        n = len(reading.prompts.rows[0])
+        n = len(reading.row)
         keys.data[:, :, rows].zero_()  # a leftover infinity times weight 0 would be NaN
         keys.data[:, :, first, :, :n] = reading.keys()
         if keys.memory:
@@ -382,10 +385,6 @@ class GraphSlots(SeparateSlots):
 
     def _rows_of(self, slot: Slot) -> slice:
         return slice(slot.index * self.size, (slot.index + 1) * self.size)
-
-    def _list_rows(self) -> None:
-        starts = [slot.index * self.size for slot in self.taken]
-        self._rows = upload([start + row for start in starts for row in range(self.size)], self._rows)
 
 
 def slot_shape(model: Model, size: int, max_slots: int) -> GraphShape:

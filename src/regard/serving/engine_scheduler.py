@@ -77,7 +77,7 @@ class EngineScheduler(Scheduler):
             config = config.with_(early_stopping=self.engine.early_stopping)
         inputs = [request.reading.inputs for request in requests]
         rows = [one.rows[0] if one.sources is None else one.sources[0].tolist() for one in inputs]
-        limits = [int(request.reading.prompts.limit[0]) for request in requests]
+        limits = [request.reading.limit for request in requests]
         return [
             Hypothesis(tokens, math.nan, "length" if len(tokens) >= limit else "end", 0, [0] * len(tokens))
             for tokens, limit in zip(self.engine.write(rows, config), limits, strict=True)

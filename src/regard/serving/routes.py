@@ -39,6 +39,7 @@ from .request_bodies import (
 
 _DEFAULT_TOKENS = 16  # OpenAI's default max_tokens of a completion
 _DEFAULT_BEAMS = 4  # for translations and captions, as in Vaswani et al. 2017
+_SHORT_INPUTS, _SHORT_CHARACTERS = 8, 2000  # of a request that is read in the event loop
 _CLASSIFY_BATCH = 8  # inputs classified between two decode steps, during which all running texts wait
 _LOG = logging.getLogger("uvicorn.error")  # where other internal errors are logged
 
@@ -57,7 +58,7 @@ class ServingState:
         return self.models[name]
 
 
-def _state(request: Request) -> ServingState:
+async def _state(request: Request) -> ServingState:  # async: FastAPI runs other functions in a thread
     state: ServingState = request.app.state.serving
     return state
 
@@ -88,7 +89,8 @@ async def completions(state: State, body: CompletionBody) -> Response:
         raise ApiError(400, "best_of > n cannot be combined with stream or beams", "best_of")
     n_top = body.logprobs if body.logprobs is not None else (0 if best_of > body.n else None)
     prompts = _as_list(body.prompt)
-    writing = await asyncio.to_thread(_new_writing, model, body, prompts, _DEFAULT_TOKENS, n_top, best_of)
+    build = partial(_new_writing, model, body, prompts, _DEFAULT_TOKENS, n_top, best_of)
+    writing = await _build(build, prompts, body)
     return await _respond_as_openai(CompletionDocument(body, writing), best_of)
 
 
@@ -105,7 +107,8 @@ async def chat_completions(state: State, body: ChatBody) -> Response:
     n_top = (body.top_logprobs or 0) if body.logprobs else None
     body = body.model_copy(update={"max_tokens": body.max_completion_tokens or body.max_tokens})
     messages = [message.to_dict() for message in body.messages]
-    writing = await asyncio.to_thread(_new_writing, model, body, messages, None, n_top, body.n)
+    build = partial(_new_writing, model, body, messages, None, n_top, body.n)
+    writing = await _build(build, messages, body)
     return await _respond_as_openai(ChatDocument(body, writing), body.n)
 
 
@@ -115,7 +118,8 @@ async def translate(state: State, body: TranslateBody) -> Response:
     model = _writer(state, body.model)
     if model.task != "translate":
         raise ApiError(400, f"model {model.id!r} does not translate: its task is {model.task}", "model")
-    return await _respond_to_search(model, body, partial(_read_sources, model, body), "translation")
+    texts = _as_list(body.text)
+    return await _respond_to_search(model, body, texts, partial(_read_sources, model, body, texts), "translation")
 
 
 @router.post("/caption")
@@ -124,7 +128,8 @@ async def caption(state: State, body: CaptionBody) -> Response:
     model = _writer(state, body.model)
     if model.task != "caption":
         raise ApiError(400, f"model {model.id!r} does not caption images: its task is {model.task}", "model")
-    return await _respond_to_search(model, body, partial(model.read_images, _as_list(body.image)), "caption")
+    images = _as_list(body.image)
+    return await _respond_to_search(model, body, images, partial(model.read_images, images), "caption")
 
 
 @router.post("/classify")
@@ -189,6 +194,18 @@ def _as_list(inputs: Any) -> list[Any]:
     return [inputs] if isinstance(inputs, str) or isinstance(inputs[0], int) else inputs
 
 
+async def _build(build: Callable[[], Writing], inputs: list[Any], body: SearchBody) -> Writing:
+    """Build the requests of ``inputs``: texts, token ids, messages or images.
+
+    Few short ones are read here, since handing them to a thread takes longer than reading them. For others, a thread
+    keeps the streams from waiting.
+    """
+    n_characters = sum(len(item["content"] if isinstance(item, dict) else item) for item in inputs)
+    is_short = len(inputs) <= _SHORT_INPUTS and n_characters <= _SHORT_CHARACTERS
+    has_grammar = isinstance(body, OpenAIBody) and body.response_format is not None
+    return build() if is_short and not has_grammar else await asyncio.to_thread(build)
+
+
 def _new_writing(
     model: ApiModel, body: OpenAIBody, inputs: Any, default_tokens: int | None, n_top: int | None, n_choices: int
 ) -> Writing:
@@ -222,8 +239,8 @@ def _new_search(model: ApiModel, body: SearchBody, read: Callable[[dict[str, Any
     return writing
 
 
-def _read_sources(model: ApiModel, body: TranslateBody, fields: dict[str, Any]) -> list[ModelInputs]:
-    codec, texts = model.codec, _as_list(body.text)
+def _read_sources(model: ApiModel, body: TranslateBody, texts: list[str], fields: dict[str, Any]) -> list[ModelInputs]:
+    codec = model.codec
     model.check_length(texts)
     if body.target_language is not None:
         fields["prefix"] = (codec.language_id(body.target_language),)
@@ -257,10 +274,14 @@ async def _add_attention(
 
 
 async def _respond_to_search(
-    model: ApiModel, body: SearchBody, read: Callable[[dict[str, Any]], list[ModelInputs]], kind: str
+    model: ApiModel,
+    body: SearchBody,
+    inputs: list[str],
+    read: Callable[[dict[str, Any]], list[ModelInputs]],
+    kind: str,
 ) -> Response:
     """The response to translations and captions: the best text of each input, with alternatives if n > 1."""
-    writing = await asyncio.to_thread(_new_search, model, body, read)
+    writing = await _build(partial(_new_search, model, body, read), inputs, body)
     choices = await writing.finish()
     extras: dict[int, dict[str, Any]] = {}
     await _add_attention(model, choices, body, extras)
@@ -309,7 +330,14 @@ async def _stream(document: OpenAIDocument) -> Response:
     first = await anext(following, None)
     events = _chunks(first, following, document)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    return _EventStream(events, media_type="text/event-stream", headers=headers)
+
+
+class _EventStream(StreamingResponse):  # type: ignore[misc]  # untyped without FastAPI
+    """A stream without a task of its own that waits for the client to leave: ``RequestGuard`` cancels the request."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self.stream_response(send)
 
 
 async def _chunks(

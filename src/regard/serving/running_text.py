@@ -94,7 +94,7 @@ class TextRequest:
 
     @property
     def n_prompt(self) -> int:
-        return len(self.reading.prompts.rows[0]) + self.reading.n_source
+        return len(self.reading.row) + self.reading.n_source
 
     def cancel(self) -> None:
         """Stop within one round of the scheduler; may be called from any thread."""
@@ -107,7 +107,7 @@ class SampledText:
     def __init__(self, request: TextRequest, copy: int, draws: Tensor | None, eos_id: int | None) -> None:
         self.request, self.copy, self.tokens = request, copy, list[int]()
         self._config, self._draws, self._eos_id = request.config, draws, eos_id
-        self._limit, self._prompt = request.reading.limit, request.reading.prompts.rows[0]
+        self._limit, self._prompt = request.reading.limit, request.reading.row
         self._reads_text = reads_text(request.config)
         self._constraint = None if request.new_constraint is None else request.new_constraint()
 
@@ -279,6 +279,6 @@ def new_texts(request: TextRequest, eos_id: int | None) -> list[RunningText]:
     config = request.config
     if config.beam > 1:
         return [SearchedText(request, eos_id)]
-    limit = request.reading.prompts.limit
+    limit = torch.tensor([request.reading.limit])
     draws = uniform_draws(config, limit, request.copies) if config.samples else [None] * request.copies
     return [SampledText(request, copy, text_draws, eos_id) for copy, text_draws in enumerate(draws)]
