@@ -224,9 +224,11 @@ def test_a_command_that_takes_too_long_is_killed_wherever_it_runs(bash: Shell, t
     endless = table.smaller("regard train lm data.source=book.txt train.out=runs/endless")
     assert endless is not None
     endless = endless.replace("train.steps=3 ", "train.steps=9000000 ")
-    for command, seconds in (("sleep 90", 0.5), (endless, 8)):
+    for command, seconds in (("sleep 90", 0.5), (endless, 2), (endless, 10)):
         began = time.monotonic()
         with pytest.raises(subprocess.TimeoutExpired, match=f"timed out after {seconds} seconds"):
             bash.run(command, tmp_path, seconds)  # returns when nobody holds its output any more
         assert time.monotonic() - began < 60
-    assert (tmp_path / "runs/endless").is_dir(), "it was under way"
+        if (tmp_path / "runs/endless").is_dir():
+            return
+    pytest.fail("the run was not under way, even after ten seconds")

@@ -19,7 +19,8 @@ from regard.lens import Look
 from .browsing import Tab
 from .conftest import TEXT
 
-LOOKS = [(language, theme) for language in ("en", "ko") for theme in ("light", "dark")]
+# Each language and each theme once: rules of colour do not depend on words, nor rules of words on colour.
+LOOKS = [("en", "light"), ("ko", "dark")]
 
 
 def violations(page: Any, context: str | None = None) -> list[str]:
@@ -78,7 +79,7 @@ def page_of_its_own(browser: Any) -> Iterator[Any]:
 
 def test_a_saved_look(page_of_its_own: Any, seen: Look, tmp_path: Path) -> None:
     here = Tab(page_of_its_own, "")
-    for language, theme in LOOKS[::3]:
+    for language, theme in LOOKS:
         file = seen.html(tmp_path / "look.html", kind="cross", layer=1, head=2, language=language, theme=theme)
         page_of_its_own.goto(f"{file.as_uri()}#row=1&lang={language}&theme={theme}")
         page_of_its_own.wait_for_selector("nav button[aria-selected=true]")
