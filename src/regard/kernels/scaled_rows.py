@@ -3,7 +3,7 @@
 
 A row in fp8 is divided by its largest number, which is known only at its end; compiled torch operations therefore read
 a wide row twice and compute the activation twice. Here a program holds a whole row. A kernel that runs over gradients
-also sums them over rows: the gradient of a bias. ``training.row_operators`` has the same in torch operations.
+also sums them over rows: the gradient of a bias. ``training.fused_layers`` has the same in torch operations.
 
 GPUs before Ada have no e4m3: for them Triton compiles no kernel with an argument of that type, even if it is not used.
 """

@@ -18,8 +18,7 @@ from ..foundation.autograd import first_derivative_only
 from ..models import Model
 from ..models.components import TokenHead
 from ..models.experts import take_router_losses
-from . import fp8_linear
-from .fp8_linear import E4M3
+from .fused_layers import E4M3, E5M2, gradient_product
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,13 +253,13 @@ def _fused_loss(
     for start in range(0, n_rows, size):
         x, y = hidden[start : start + size].bfloat16(), targets[start : start + size]
         logits = F.linear(x, w, b)
-        slope8 = torch.empty_like(logits, dtype=fp8_linear.E5M2) if in_fp8 else None
+        slope8 = torch.empty_like(logits, dtype=E5M2) if in_fp8 else None
         total += loss_and_slope(logits, y, n_classes, IGNORE, smoothing, cap, any(needs), slope8).sum()
         if for_bias:
             d_bias += logits.sum(0, dtype=torch.float32)
         if slope8 is not None:
             scale = torch.full((), 1 / LIFT, device=x.device)
-            d_hidden[start : start + size] = fp8_linear.gradient_product(slope8, w, scale)
+            d_hidden[start : start + size] = gradient_product(slope8, w, scale)
         elif for_hidden:
             torch.mm(logits, w, out=d_hidden[start : start + size])
         if for_weight and n_rows <= size:

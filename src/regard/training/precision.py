@@ -2,7 +2,7 @@
 
 Mixed precision (Micikevicius et al. 2018): bf16 has the range of fp32. fp16 does not, so the loss is scaled up before
 the backward pass and the gradients are scaled down after it. fp8 is bf16 with linear layers in eight bits
-(``fp8_linear``).
+(``fused_layers``).
 """
 
 from __future__ import annotations

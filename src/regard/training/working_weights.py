@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RegardError
-from .fp8_linear import use_fp8
-from .fused_layers import fuse_layers
+from .fused_layers import fuse_layers, use_fp8
 from .loss import Objective
 from .parallel import Group
 from .precision import Precision
