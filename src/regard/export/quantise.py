@@ -26,10 +26,11 @@ from ..models.components import TokenHead
 from ..text import read_processor
 
 MARK = "regard_quantisation"  # the field of config.json that says how the weights are quantised
-_OLDER_SCHEME: dict[str, Any] = {  # written by older versions
-    **{"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"}
+_SCHEME = {
+    **{"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"},
+    "columns": "float32 for the largest inputs, one of 64, at least 4",
 }
-_SCHEME: dict[str, Any] = {**_OLDER_SCHEME, "columns": "float32 for the largest inputs, one of 64, at least 4"}
+_ROWS, _LENGTH = 8, 32  # random tokens or pixels on which the inputs are measured
 _MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -42,7 +43,7 @@ def quantise(model: Model) -> Model:
     return cast(Model, round_in_place(copy.deepcopy(model), _measure_inputs(model)))
 
 
-def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str, Tensor]:
+def _measure_inputs(model: Model) -> dict[str, Tensor]:
     """The largest magnitude of each input of every linear layer, (in,) by the layer's name.
 
     Measured on random tokens or pixels: outlier inputs are caused by the weights, whatever the model reads.
@@ -57,7 +58,7 @@ def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str
     hooks = [model.get_submodule(name).register_forward_pre_hook(record) for name in sizes]
     try:
         with inference(model):
-            model(*_random_inputs(model, n_rows, length))
+            model(*_random_inputs(model))
     finally:
         for hook in hooks:
             hook.remove()
@@ -74,20 +75,20 @@ def _empty_sizes(model: Model) -> dict[str, Tensor]:
     return sizes
 
 
-def _random_inputs(model: Model, n_rows: int, length: int) -> tuple[Tensor, ...]:
+def _random_inputs(model: Model) -> tuple[Tensor, ...]:
     config, generator, device = model.config, torch.Generator().manual_seed(0), model.device
 
     def tokens(n_tokens: int, longest: int) -> Tensor:
-        ids = torch.randint(n_tokens, (n_rows, min(length, longest)), generator=generator)
+        ids = torch.randint(n_tokens, (_ROWS, min(_LENGTH, longest)), generator=generator)
         if config.bos_id is not None:
             ids[:, 0] = config.bos_id
         return ids.to(device)
 
     dtype = next(model.parameters()).dtype
     if config.source == "image":
-        source = torch.randn(n_rows, config.n_channels, config.image_size, config.image_size, generator=generator)
+        source = torch.randn(_ROWS, config.n_channels, config.image_size, config.image_size, generator=generator)
     elif config.source == "regions":
-        source = torch.randn(n_rows, length, config.d_region + config.d_box, generator=generator)
+        source = torch.randn(_ROWS, _LENGTH, config.d_region + config.d_box, generator=generator)
     else:
         source = tokens(config.vocab_size, config.max_len)
     source = source.to(device, dtype) if source.is_floating_point() else source
@@ -146,7 +147,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
     """Check a directory of an int8 model without reading its weights."""
     directory = hub.Directory(path, verify=verify)
     fields = directory.config()
-    if (scheme := fields.get(MARK)) not in (_SCHEME, _OLDER_SCHEME):
+    if (scheme := fields.get(MARK)) != _SCHEME:
         raise BadModelFile(f"{directory.root}: config.json has {MARK}={scheme!r}; regard reads {_SCHEME}")
     resolved, weights = hub.read_config(fields), directory.weights()
     config, n_tensors = resolved.config, len(weights.layout)
@@ -156,7 +157,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
             raise BadModelFile(f"{directory.root}: config.json has {name}={count}, but there are {n_tensors} tensors")
     model = build(config, device="meta")
     n_parameters = model.n_parameters
-    model = cast(Model, round_in_place(model, _empty_sizes(model) if scheme == _SCHEME else None))
+    model = cast(Model, round_in_place(model, _empty_sizes(model)))
     _check_tensors(directory.root, model, weights)
     model.processor = read_processor(directory, fields, config)
     model.provenance = hub.Provenance(directory.root, resolved.model_type, directory.verified)

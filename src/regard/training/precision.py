@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..models import Model
 from ..models.model_flops import n_tokens, training_flops
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp8"]
-NAMES: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16", "fp8")
+NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 

@@ -423,7 +423,7 @@ def _open_new_task(config: RunConfig, source: Source, processor: Processor | Non
 def _choose_precision(config: RunConfig, objective: Objective, flops: float, group: Group, run: RunDirectory) -> Choice:
     """Precision and compilation, chosen once and stored: another choice on resume would round differently."""
     if run.has(CHOICE_FILE):
-        stored = run.json(CHOICE_FILE)  # files of older versions have more fields
+        stored = run.json(CHOICE_FILE)
         choice = Choice(**{each.name: stored[each.name] for each in fields(Choice)})
         if choice.precision not in get_args(PrecisionName) or not isinstance(choice.compile, bool):
             raise BadModelFile(f"{run.root / CHOICE_FILE} does not hold a valid precision and compile setting")
