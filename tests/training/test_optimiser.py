@@ -161,7 +161,7 @@ def test_every_parameter_has_one_role(name: str) -> None:
             assert not role.in_layer, role.name
 
 
-def test_joined_rows_are_those_of_the_views() -> None:
+def test_joined_matrices_are_those_of_the_views() -> None:
     net = small()
     rows = {role.param: role.rows for role in roles(net)}
     attention = next(module for module in net.modules() if isinstance(module, MultiHeadAttention))

@@ -10,15 +10,14 @@ GPUs before Ada have no e4m3: for them Triton compiles no kernel with an argumen
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_PROGRAMS = 4 if INTERPRETED else 8  # per multiprocessor, of kernels that sum over rows
+from ..foundation.device import TRITON_INTERPRETED
+
+_PROGRAMS = 4 if TRITON_INTERPRETED else 8  # per multiprocessor, of kernels that sum over rows
 
 
 @triton.jit

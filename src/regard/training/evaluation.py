@@ -65,7 +65,7 @@ def evaluate(
     """
     check_positive(stride=stride, limit=limit, beam=beam)
     if out is not None:
-        check_replaceable(Path(out))
+        check_evaluation_folder(Path(out))
     torch_device, fields = resolve_device(device), _data_fields(data)
     predictors, tasks = _open_tasks(path, against, torch_device, fields)
     predictor = predictors[0]
@@ -319,7 +319,7 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
     return lines
 
 
-def check_replaceable(target: Path) -> None:
+def check_evaluation_folder(target: Path) -> None:
     """Raise FileExistsError for a directory that holds anything but an unchanged earlier evaluation."""
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; an evaluation is written as a directory")
@@ -339,7 +339,7 @@ def check_replaceable(target: Path) -> None:
 
 def write_evaluation(target: Path, report: EvaluationReport) -> None:
     """Write the three files and their manifest to a new directory, which then replaces the old one."""
-    check_replaceable(target)
+    check_evaluation_folder(target)
     with replace_directory(target) as folder:
         with atomic_file(folder / OUTPUTS) as file:
             for split in report.splits:

@@ -13,8 +13,6 @@ kernels write their rows in eight bits as well, as the next product needs them.
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,13 +21,12 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
 from ..foundation.autograd import first_derivative_only
+from ..foundation.device import HAS_TRITON, TRITON_INTERPRETED
 from ..layers.feedforward import ACTIVATIONS, FeedForward
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = ("relu", "relu2", "gelu", "gelu_tanh", "quick_gelu", "silu")  # activations whose slope a kernel computes
 WIDEST = 16384  # numbers of a row that a kernel holds in registers
-_HAS_TRITON = find_spec("triton") is not None
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _ALIGNMENT = 16  # tensor cores need both widths to be multiples of this
 # With widths that add up to less, converting rows takes as long as the product gains: 768 × 768 does not pay off.
 _WORTHWHILE = 2048
@@ -39,7 +36,7 @@ _WORTHWHILE = 2048
 
 def has_kernel(x: Tensor) -> bool:
     """Whether a kernel runs over rows of x (rows, n)."""
-    return _HAS_TRITON and (x.is_cuda or _INTERPRETED) and x.dtype == torch.bfloat16 and x.shape[-1] <= WIDEST
+    return HAS_TRITON and (x.is_cuda or TRITON_INTERPRETED) and x.dtype == torch.bfloat16 and x.shape[-1] <= WIDEST
 
 
 @torch.library.custom_op("regard::activated_rows", mutates_args=())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -11,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.triton_backend import HAS_TRITON
 from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
 from ..foundation.autograd import first_derivative_only
+from ..foundation.device import HAS_TRITON, TRITON_INTERPRETED
 from ..models import Model
 from ..models.components import TokenHead
 from ..models.experts import take_router_losses
@@ -84,7 +83,6 @@ _BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 # fp16 cannot represent numbers between 0 and 6e-8. Slopes, at most 1 in size, are multiplied by this power of two
 # before they are rounded to fp16, and the product is divided by it.
 _LIFT = 2.0**15
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _ALIGNMENT = 128  # the fused loss pads the vocabulary to a multiple of this
 _SHARE_OF_MEMORY = 16  # the fused loss holds bf16 logits of at most 1/16 of GPU memory at once
 _ROWS_AT_ONCE = {"cuda": 8192}  # rows of logits per chunk in ``token_losses``; 1024 on other devices
@@ -166,7 +164,7 @@ def linear_cross_entropy(
 
 def has_fused_loss(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``kernels.token_loss`` computes the loss of logits in this dtype."""
-    return dtype in (torch.bfloat16, E4M3) and HAS_TRITON and (device.type == "cuda" or INTERPRETED)
+    return dtype in (torch.bfloat16, E4M3) and HAS_TRITON and (device.type == "cuda" or TRITON_INTERPRETED)
 
 
 @torch.library.custom_op("regard::linear_cross_entropy", mutates_args=())

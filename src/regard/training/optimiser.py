@@ -330,7 +330,7 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> Optimiser:
 
 def roles(model: nn.Module) -> Iterator[Role]:
     """The role of each parameter that is not frozen; a tied one appears once, under its first name."""
-    rows = {param: sizes for module in model.modules() for param, sizes in _joined_matrices(module)}
+    rows = {param: sizes for module in model.modules() for param, sizes in _joined_parameters(module)}
     layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Block | Gates))
     seen: set[Tensor] = set()
     for path, module in model.named_modules():
@@ -353,18 +353,18 @@ def _is_table(module: nn.Module, own: str) -> bool:
     return isinstance(module, nn.Embedding | VisionEmbeddings) or rows.get(type(module)) == own
 
 
-def _joined_matrices(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+def _joined_parameters(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """The parameters of a module that stack several matrices, with the number of rows of each."""
     if isinstance(module, Gates):
         for gates in (module.w_x, module.w_h):
             yield gates, (len(gates) // module.n_gates,) * module.n_gates
-    for attribute, rows in joined_rows(module).items():
+    for attribute, rows in joined_matrices(module).items():
         # A quantised replacement of the layer has no weight parameter.
         if isinstance(weight := getattr(getattr(module, attribute), "weight", None), nn.Parameter):
             yield weight, tuple(rows.values())
 
 
-def joined_rows(module: nn.Module) -> dict[str, dict[str, int]]:
+def joined_matrices(module: nn.Module) -> dict[str, dict[str, int]]:
     """The linear layers of a module that join several matrices: {attribute: {name of the matrix: rows}}."""
     if isinstance(module, MultiHeadAttention):
         q_rows, kv_rows = module.n_heads * module.d_head, module.n_kv_heads * module.d_head
