@@ -26,10 +26,8 @@ from ..models.components import TokenHead
 from ..text import read_processor
 
 MARK = "regard_quantisation"  # the field of config.json that says how the weights are quantised
-_SCHEME = {
-    **{"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"},
-    "columns": "float32 for the largest inputs, one of 64, at least 4",
-}
+_OLDER_SCHEME = {"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"}
+_SCHEME = {**_OLDER_SCHEME, "columns": "float32 for the largest inputs, one of 64, at least 4"}
 _ROWS, _LENGTH = 8, 32  # random tokens or pixels on which the inputs are measured
 _MAX_SHARD_BYTES = 5 * 10**9
 
@@ -147,7 +145,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
     """Check a directory of an int8 model without reading its weights."""
     directory = hub.Directory(path, verify=verify)
     fields = directory.config()
-    if (scheme := fields.get(MARK)) != _SCHEME:
+    if (scheme := fields.get(MARK)) not in (_SCHEME, _OLDER_SCHEME):
         raise BadModelFile(f"{directory.root}: config.json has {MARK}={scheme!r}; regard reads {_SCHEME}")
     resolved, weights = hub.read_config(fields), directory.weights()
     config, n_tensors = resolved.config, len(weights.layout)
@@ -157,7 +155,7 @@ def check_int8(path: str | Path, *, verify: bool = True) -> Int8Directory:
             raise BadModelFile(f"{directory.root}: config.json has {name}={count}, but there are {n_tensors} tensors")
     model = build(config, device="meta")
     n_parameters = model.n_parameters
-    model = cast(Model, round_in_place(model, _empty_sizes(model)))
+    model = cast(Model, round_in_place(model, _empty_sizes(model) if scheme == _SCHEME else None))
     _check_tensors(directory.root, model, weights)
     model.processor = read_processor(directory, fields, config)
     model.provenance = hub.Provenance(directory.root, resolved.model_type, directory.verified)

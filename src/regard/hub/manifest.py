@@ -56,15 +56,18 @@ class Manifest:
                 manifest = cls({name: Entry(**entry) for name, entry in files.items()}, rest.get("training"))
             case _:
                 raise BadModelFile(f"{root / NAME} is not a manifest written by regard")
-        if text != manifest.text():  # detects any change, even of whitespace
+        if text not in (manifest.text(), manifest.text(digest=False)):  # detects any change, even of whitespace
             raise BadModelFile(f"{root / NAME} is damaged: its text differs from what regard writes")
         return manifest
 
-    def text(self) -> bytes:
-        """The content of manifest.json."""
+    def text(self, *, digest: bool = True) -> bytes:
+        """The content of manifest.json.
+
+        digest  with the SHA-256 of the training record, which older versions did not write
+        """
         files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(self.files.items())}
         training: dict[str, Any] = {} if self.training is None else {"training": self.training}
-        if training:
+        if training and digest:
             training["training_sha256"] = hashlib.sha256(to_json(training)).hexdigest()
         return to_json({"regard_manifest": _VERSION, **training, "files": files})
 

@@ -113,7 +113,7 @@ class RunDirectory:
         Manifest.of_files(self.root, filter(self.has, _IN_MANIFEST)).write(self.root)
 
     def check(self) -> None:
-        """Raise BadModelFile if a file differs from the manifest; while files are replaced there is none."""
+        """Raise BadModelFile if a file differs from the manifest; runs of older versions have none."""
         while (manifest := Manifest.read(self.root)) is not None:
             try:
                 return manifest.check(self.root)
@@ -159,7 +159,7 @@ class RunDirectory:
             return name
         if path.is_absolute():
             candidates = [Path.cwd() / path.name, root.parent / path.name]
-            with suppress(BadModelFile):
+            with suppress(BadModelFile):  # runs of older versions did not record their folder
                 candidates.insert(0, Path(os.path.normpath(root / os.path.relpath(path, self.facts["folder"]))))
         else:  # relative to the directory where the run was started, usually a parent of it
             candidates = [folder / path for folder in root.parents]
