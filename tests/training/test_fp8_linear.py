@@ -17,9 +17,9 @@ from regard.training.fused_layers import (
     scale_rows,
     use_fp8,
 )
+from regard.training.gradient_pass import WorkingWeights
 from regard.training.loss import Objective
 from regard.training.precision import Precision
-from regard.training.working_weights import WorkingWeights
 
 
 def test_it_is_the_linear_layer_within_what_three_bits_keep() -> None:

@@ -43,7 +43,7 @@ class Setting:
     masked: bool = True  # whether padding is masked where the tasks do so: in an encoder of text
     counted: float = 1.0  # share of the tokens with a target; below 1 in a masked language model
     workspace: int = 64 * MIB  # memory held by the device's matrix library
-    working: bool = False  # whether bf16 working weights are kept next to the fp32 ones (training.working_weights)
+    working: bool = False  # whether bf16 working weights are kept next to the fp32 ones (training.gradient_pass)
     logit_bytes: float = 8 << 30  # bf16 logits that the loss then computes at a time: 1/16 of the device's memory
 
     @property

@@ -22,16 +22,15 @@ from ..foundation.jsonio import wrong_values_as_bad_file
 from ..models import Model
 from .averaging import Ema
 from .checkpoint import Checkpoint, Checkpoints, first_non_finite
-from .gradient_pass import GradientPass
+from .gradient_pass import GradientPass, WorkingWeights, broken_gradient, broken_output
 from .loss import Batch, Objective
 from .optimiser import Optimiser, Schedule
 from .parallel import Group, clip_grad_norm, gather_parameters, gradient_sync
 from .precision import Precision
 from .reporter import Reporter
 from .shards import is_sharded
-from .signals import Interrupted, Signals, broken_gradient, broken_output
+from .signals import Interrupted, Signals
 from .tasks import Task
-from .working_weights import WorkingWeights
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from .compilation import Choice, Compiled, choose, compiler_options
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
 from .finetuning import add_lora, freeze, quantise_frozen, start_from, use_language_model
-from .gradient_pass import should_capture
+from .gradient_pass import should_capture, working_weights
 from .initial_model import initial_processor, read_initial_model
 from .loggers import check_loggers
 from .loop import Loop, StepRecord, seed_everything
@@ -54,7 +54,6 @@ from .run_directory import (
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
-from .working_weights import working_weights
 
 Callback = Callable[[StepRecord], None]
 
