@@ -13,7 +13,7 @@ import torch
 from models.small import small_config
 from regard.errors import Diverged
 from regard.models import build
-from regard.training import trainer
+from regard.training import gradient_pass, trainer
 from regard.training.checkpoint import Checkpoint
 from regard.training.gradient_pass import WorkingWeights, uses_working_weights
 from regard.training.loop import Loop
