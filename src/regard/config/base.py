@@ -35,23 +35,15 @@ class Config(BaseModel):
         """A copy with the given fields changed, checked again."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
-    def check_at_least(self, least: float, fields: Iterable[str]) -> None:
-        """Reject values of these fields below ``least`` (0 or 1); None passes."""
-        for name in fields:
-            if (value := getattr(self, name)) is not None and not value >= least:  # rejects NaN too
-                raise ValueError(f"{name}={value} must {'be at least 1' if least else 'not be negative'}")
+    def values_of(self, fields: Iterable[str]) -> dict[str, Any]:
+        """The values of these fields, by name."""
+        return {name: getattr(self, name) for name in fields}
 
     def check_at_most(self, most: int, fields: Iterable[str]) -> None:
         """Reject values of these fields above ``most``; None passes."""
         for name in fields:
             if (value := getattr(self, name)) is not None and value > most:
                 raise ValueError(f"{name}={str(value)[:40]} must be at most {most:,}")
-
-    def check_shares(self, fields: Iterable[str]) -> None:
-        """Reject values of these fields outside [0, 1); None passes."""
-        for name in fields:
-            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
-                raise ValueError(f"{name}={value} must lie in [0, 1)")
 
 
 def split_commas(value: Any) -> Any:

@@ -191,9 +191,8 @@ def _differences(there: Model, model: Model, fields: Sequence[str]) -> dict[str,
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _first_names(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -32,6 +32,8 @@ from .shards import is_sharded
 from .signals import Interrupted, Signals
 from .tasks import Task
 
+_AHEAD = 4  # batches that are prepared in advance
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -45,13 +47,13 @@ class StepRecord:
 
 
 class Prefetch(AbstractContextManager["Prefetch"]):
-    """``batch(number)`` returns ``make(number)`` on the device; on a GPU a thread prepares the next ``ahead`` batches.
+    """``batch(number)`` returns ``make(number)`` on the device; on a GPU a thread prepares the next batches.
 
     A batch is a pure function of its number, so the thread changes no batch.
     """
 
-    def __init__(self, make: Callable[[int], Batch], device: torch.device, ahead: int = 4, stride: int = 1) -> None:
-        self._make, self._device, self._ahead, self._stride = make, device, ahead, stride
+    def __init__(self, make: Callable[[int], Batch], device: torch.device, stride: int = 1) -> None:
+        self._make, self._device, self._stride = make, device, stride
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches") if device.type == "cuda" else None
         self._pending: dict[int, Future[Batch]] = {}
 
@@ -59,7 +61,7 @@ class Prefetch(AbstractContextManager["Prefetch"]):
         """The batch on the device, with its targets counted."""
         if self._pool is None:
             return self._make(number).to(self._device)
-        for ahead in range(number, number + self._stride * self._ahead, self._stride):
+        for ahead in range(number, number + self._stride * _AHEAD, self._stride):
             if ahead not in self._pending:
                 self._pending[ahead] = self._pool.submit(lambda n: self._make(n).with_counts().pin_memory(), ahead)
         return self._pending.pop(number).result().to(self._device)

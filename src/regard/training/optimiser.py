@@ -18,7 +18,7 @@ from ..attention import MultiHeadAttention
 from ..attention.biases import Bias
 from ..attention.mechanisms import Additive
 from ..config import TrainConfig
-from ..foundation.checks import check_positive, check_probability
+from ..foundation.checks import check_not_negative, check_positive, check_probability
 from ..layers import FeedForward, VisionEmbeddings
 from ..models.block import Block
 from ..models.experts import ExpertLinear
@@ -116,9 +116,7 @@ class Muon(torch.optim.Optimizer):
         steps: int = 5,
         joined: Mapping[Tensor, tuple[int, ...]] | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
+        check_not_negative(lr=lr, weight_decay=weight_decay)
         check_probability(momentum=momentum)
         check_positive(steps=steps)
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "steps": steps}

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import ModelConfig
+from ..foundation.checks import check_positive
 from ..models import Model
 from ..models.model_flops import n_tokens, training_flops
 
@@ -132,8 +133,7 @@ def flops_per_token(config: ModelConfig, length: int, *, source_length: int | No
     For an encoder-decoder, ``length`` is that of the target and ``source_length`` that of the source (None: the same,
     or the patches of the image); the tokens of both sides are counted.
     """
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1")
+    check_positive(length=length)
     return training_flops(config, length, source_length) / n_tokens(config, length, source_length)
 
 
