@@ -104,7 +104,7 @@ def test_batched_is_one_by_one_and_in_order() -> None:
 def test_a_stack_too_large_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = [torch.randn(8, 8, dtype=torch.float64) for _ in range(5)]
     whole = orthogonal(matrices)
-    monkeypatch.setattr("regard.training.optimiser._MAX_STACK_ELEMENTS", 130)  # two at a time
+    monkeypatch.setattr("regard.training.optimiser.MAX_STACK_ELEMENTS", 130)  # two at a time
     for one, other in zip(orthogonal(matrices), whole, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -30,7 +30,7 @@ Schedule = Callable[[int], float]  # the factor on the peak learning rate at a s
 # maximise the slope at 0 and do not converge to exactly 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 # Most elements orthogonalised in one stack, 128 MiB in bf16: matrices beyond this size fill the device on their own.
-_MAX_STACK_ELEMENTS = 1 << 26
+MAX_STACK_ELEMENTS = 1 << 26
 _FUSED_ON = ("cpu", "cuda", "mps")  # devices with a fused Adam kernel; on a CPU it is 4 to 7 times faster than foreach
 _PEAK = "peak"  # key of a group's peak learning rate, which the schedule's factor multiplies
 
@@ -181,7 +181,7 @@ def orthogonal(matrices: list[Tensor], steps: int = 5) -> list[Tensor]:
         by_shape.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(i)
     results: dict[int, Tensor] = {}
     for (shape, dtype, _), indices in by_shape.items():
-        stack_size = max(1, _MAX_STACK_ELEMENTS // max(1, shape.numel()))
+        stack_size = max(1, MAX_STACK_ELEMENTS // max(1, shape.numel()))
         for start in range(0, len(indices), stack_size):
             chunk = indices[start : start + stack_size]
             stacked = newton_schulz(torch.stack([matrices[i] for i in chunk]), steps).to(dtype)
