@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..foundation.checks import did_you_mean
+from ..foundation.checks import check_not_negative, check_positive, check_probability, did_you_mean
 
 
 class Config(BaseModel):
@@ -35,15 +35,19 @@ class Config(BaseModel):
         """A copy with the given fields changed, checked again."""
         return type(self)(**{**{name: getattr(self, name) for name in self.model_fields_set}, **changes})
 
-    def values_of(self, fields: Iterable[str]) -> dict[str, Any]:
-        """The values of these fields, by name."""
-        return {name: getattr(self, name) for name in fields}
+    def check_at_least(self, least: float, fields: Iterable[str]) -> None:
+        """Reject values of these fields below ``least`` (0 or 1); None passes."""
+        (check_positive if least else check_not_negative)(**{name: getattr(self, name) for name in fields})
 
     def check_at_most(self, most: int, fields: Iterable[str]) -> None:
         """Reject values of these fields above ``most``; None passes."""
         for name in fields:
             if (value := getattr(self, name)) is not None and value > most:
                 raise ValueError(f"{name}={str(value)[:40]} must be at most {most:,}")
+
+    def check_shares(self, fields: Iterable[str]) -> None:
+        """Reject values of these fields outside [0, 1); None passes."""
+        check_probability(**{name: getattr(self, name) for name in fields})
 
 
 def split_commas(value: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from ..foundation.checks import check_not_negative, check_positive, check_probability
 from .base import Config, split_commas
 
 Kind = Literal[
@@ -127,11 +126,11 @@ class DataConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_probability(**self.values_of(("valid_fraction", "hide_rate", "bpe_dropout")))
+        self.check_shares(("valid_fraction", "hide_rate", "bpe_dropout"))
         if not 0.0 < self.mask_rate < 1.0:
             raise ValueError(f"mask_rate={self.mask_rate} must lie in (0, 1)")
-        check_not_negative(shift=self.shift)
-        check_positive(**self.values_of(_POSITIVE if self.valid_rows == "auto" else ("valid_rows", *_POSITIVE)))
+        self.check_at_least(0, ("shift",))
+        self.check_at_least(1, _POSITIVE if self.valid_rows == "auto" else ("valid_rows", *_POSITIVE))
         return self
 
 

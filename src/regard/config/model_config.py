@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from ..foundation.checks import check_not_negative, check_positive, check_probability, did_you_mean
+from ..foundation.checks import did_you_mean
 from .base import Config
 from .data_config import ProblemType
 from .mixers import Mixer, get_mixer
@@ -295,11 +295,11 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_positive(**self.values_of(_POSITIVE))
+        self.check_at_least(1, _POSITIVE)
         for most, names in _LARGEST.items():
             self.check_at_most(most, names)
-        check_not_negative(**self.values_of(_NOT_NEGATIVE))
-        check_probability(**self.values_of(_SHARES))
+        self.check_at_least(0, _NOT_NEGATIVE)
+        self.check_shares(_SHARES)
         for name in ("activation", "head_activation"):
             value = getattr(self, name)
             if value is not None and value not in ACTIVATIONS:

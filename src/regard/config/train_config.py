@@ -7,7 +7,6 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from ..foundation.checks import check_not_negative, check_positive, check_probability
 from .base import Config, split_commas
 from .data_config import DataConfig
 from .model_config import ModelConfig
@@ -177,14 +176,14 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_positive(**self.values_of(_POSITIVE))
-        check_not_negative(**self.values_of(_NOT_NEGATIVE))
+        self.check_at_least(1, _POSITIVE)
+        self.check_at_least(0, _NOT_NEGATIVE)
         for name in ("lr", "muon_lr", "clip", "lora_alpha", "teacher_temperature", "dpo_beta", "temperature"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}={value} must be a positive number")
         if self.schedule_start >= self.steps:
             raise ValueError(f"schedule_start={self.schedule_start} must be less than steps={self.steps}")
-        check_probability(**self.values_of(("label_smoothing", "ema", "floor")))
+        self.check_shares(("label_smoothing", "ema", "floor"))
         if self.quantize != "none" and self.lora is None:
             raise ValueError(f"quantize={self.quantize} needs lora: four-bit weights cannot be trained")
         if self.r_drop and self.teacher is not None:
