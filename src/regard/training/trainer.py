@@ -166,16 +166,17 @@ def resume(
         if name not in RESUMABLE:
             raise ValueError(f"train.{name} cannot change when a run is resumed; {', '.join(RESUMABLE)} can")
     done, before = max(run.checkpoints().steps(), default=0), run.config.train
-    if restart_schedule:
-        changes |= {"schedule_start": done}
-    recipe = before.with_(**{"stop_at": None, **changes}, out=str(path))
+    recipe = before.with_(**{"stop_at": None, "schedule_start": 0, **changes}, out=str(path))
+    if recipe.steps < done:
+        raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
+    if restart_schedule and recipe.steps == done:
+        raise ValueError(f"a schedule cannot restart: {path} has done its {done} steps; raise train.steps")
+    recipe = recipe.with_(schedule_start=done if restart_schedule else before.schedule_start)
     config = run.config.with_(train=recipe)
     if isinstance(data, Mapping):
         config, data = config.with_(data=absolute_paths(config.data.with_(**data))), None
     if missing := missing_data(config.data, path):
         raise missing
-    if recipe.steps < done:
-        raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
     if recipe.stop_at is not None and recipe.stop_at <= done:
         raise ValueError(f"train.stop_at={recipe.stop_at} is not after the {done} steps that {path} has done")
     with closing(_open_group(recipe)) as group, _progress(style, group):
@@ -185,7 +186,8 @@ def resume(
             raise RegardError(f"{config.data.source} has changed since the run began: {hashes}")
         shared = config.with_(train=_share_batches(recipe, run.facts["machine"]["processes"], group.world))
         with run.lock() if group.is_main else nullcontext():
-            changed = {name: (getattr(before, name), getattr(recipe, name)) for name in changes if name != "stop_at"}
+            names = [name for name in (*changes, "schedule_start") if name != "stop_at"]
+            changed = {name: (getattr(before, name), getattr(recipe, name)) for name in names}
             changed = {name: values for name, values in changed.items() if values[0] != values[1]}
             if group.is_main:
                 run.remove_half_written()
@@ -427,8 +429,7 @@ def _choose_precision(config: RunConfig, objective: Objective, flops: float, gro
         if choice.precision not in get_args(PrecisionName) or not isinstance(choice.compile, bool):
             raise BadModelFile(f"{run.root / CHOICE_FILE} does not hold a valid precision and compile setting")
         return choice
-    choice = choose(objective, flops, config.train, group.device)
-    choice = group.broadcast_object(choice)
+    choice = group.broadcast_object(choose(objective, flops, config.train, group.device))
     if group.is_main:
         run.replace_files({CHOICE_FILE: to_json(asdict(choice))})
     group.barrier()
