@@ -31,11 +31,11 @@ from regard.models.build import build
 from regard.models.model_flops import source_places
 from regard.presets import PRESETS
 from regard.training.averaging import Ema
+from regard.training.gradient_pass import WorkingWeights
 from regard.training.loss import IGNORE, Batch, Objective
 from regard.training.optimiser import Optimiser, build_optimiser
 from regard.training.parallel import clip_grad_norm
 from regard.training.precision import Precision
-from regard.training.working_weights import WorkingWeights
 
 GIB = float(1 << 30)
 LLAMA = {"n_layers": 8, "d_model": 1024, "n_heads": 16, "n_kv_heads": 4, "d_ff": 2816, "max_len": 4096}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from generation.spoken import captioner, classifier, language_model, picture, translator
-from regard.cli import bulk_answers, bulk_jobs, main
+from regard.cli import bulk_answers, main
 from regard.experiments import sweep_runner
 from regard.experiments.sweep_runner import JobFailed, JobLost, Runner
 
@@ -126,4 +126,4 @@ def test_processes_of_this_machine(models: dict[str, Path], texts: Path, tmp_pat
     for jobs in ("1", "2"):
         assert main([*words, str(tmp_path / f"{jobs}.csv"), "--jobs", jobs]) == 0, capsys.readouterr().err
     assert (tmp_path / "1.csv").read_bytes() == (tmp_path / "2.csv").read_bytes()
-    assert bulk_jobs._SHARD_BATCHES * 2 < 60
+    assert bulk_answers._SHARD_BATCHES * 2 < 60

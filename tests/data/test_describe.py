@@ -71,6 +71,15 @@ def test_a_question_counts_its_longest_passage(tmp_path: Path) -> None:
     assert (found.losses.n_longer, found.losses.tokens_lost) == (2, 3 + 2)
 
 
+def test_a_tokenizer_without_an_unknown_token_has_no_unknown_tokens(tmp_path: Path) -> None:
+    (tmp_path / "p.tsv").write_text("".join(f"go {n}\tgeh {n}\n" for n in range(4)))
+    tokenizer = train_tokenizer(["a"], "bytes")
+    tokenizer.special_ids.pop("unk")  # as in the files of GPT-2
+    found = describe(open_source(tmp_path / "p.tsv", valid_fraction=0, kind="pairs"), tokenizer, max_len=5)
+    assert found.losses is not None
+    assert found.losses.n_unknown == 0
+
+
 def test_a_chat_that_is_too_long_is_left_out_as_in_training(tmp_path: Path) -> None:
     rows = [{"prompt": "what", "completion": answer} for answer in ("a", "a long answer")]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

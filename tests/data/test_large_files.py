@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from regard.config import DataConfig
-from regard.data import example_files, source_cache
+from regard.data import example_files
 from regard.data.example_files import ExampleWriter, document_parts
 from regard.data.examples import Labelled, Pair, Text
 from regard.data.sources import open_source
@@ -165,7 +165,7 @@ def test_a_large_file_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytes
     path.write_text(path.read_text() + "\0\n")
     plain = open_source(path, **options)
     assert not (tmp_path / "cache").exists(), "a small one is not stored"
-    monkeypatch.setattr(source_cache, "LARGE", 1000)
+    monkeypatch.setattr(example_files, "LARGE", 1000)
     first = open_source(path, **options)
     with monkeypatch.context() as patch:
         patch.setattr("regard.data.sources._load_files", lambda *_: pytest.fail("it was read before"))
@@ -189,7 +189,7 @@ def test_a_large_file_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytes
 def test_a_cached_pair_of_tables_is_not_a_table_and_its_held_out_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_cache, "LARGE", 1)
+    monkeypatch.setattr(example_files, "LARGE", 1)
     for name in "ab":
         (tmp_path / f"{name}.tsv").write_text("".join(f"{name}{n}\t{n}\n" for n in range(50)))
     a, b = tmp_path / "a.tsv", tmp_path / "b.tsv"

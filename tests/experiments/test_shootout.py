@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from models.small import SIZES, shaken
 from regard.config import MIXERS, ModelConfig, Positions
 from regard.config.mixers import keys_per_query
-from regard.experiments import ablate, shootout
-from regard.experiments.ablations import EXTENDED_REPORTS, SWEEPS, ablation, mechanisms
+from regard.experiments import ablate, extended_reports
+from regard.experiments.ablations import SWEEPS, ablation, mechanisms
+from regard.experiments.extended_reports import EXTENDED_REPORTS
 from regard.experiments.sweep_cell import FACTORS, losses_by_length
 from regard.experiments.sweep_report import SweepReport
 from regard.experiments.sweep_spec import Sweep, fingerprint, read_grid, run_folder
@@ -143,9 +144,10 @@ def test_steps_stand_in_the_table_and_are_not_measured_twice(tmp_path: Path, mon
     sweep = ablation("mechanisms", seeds=2)
     results(tmp_path, sweep, lambda name, x: {"valid_loss": 2 + x / 10, "perplexity": 9.0})
     steps = steps_of(sweep, "cpu")
-    (tmp_path / shootout.STEPS_FILE).write_text(json.dumps(steps))
-    monkeypatch.setattr(shootout, "LocalRunner", None)  # a report measures nothing, nor does a run that knows it all
-    monkeypatch.setattr(shootout, "resolve_device", lambda *_: torch.device("cpu"))
+    (tmp_path / extended_reports.STEPS_FILE).write_text(json.dumps(steps))
+    # A report measures nothing, nor does a run that knows it all.
+    monkeypatch.setattr(extended_reports, "LocalRunner", None)
+    monkeypatch.setattr(extended_reports, "resolve_device", lambda *_: torch.device("cpu"))
     found = ablate(str(tmp_path), report_only=True)
     assert ablate(str(tmp_path)).to_dict() == found.to_dict()
     cells = {cell["name"]: cell for cell in found.to_dict()["cells"]}
@@ -154,7 +156,7 @@ def test_steps_stand_in_the_table_and_are_not_measured_twice(tmp_path: Path, mon
     row = next(line for line in found.markdown().splitlines() if "| bigbird |" in line)
     assert row.endswith(f"| {steps['bigbird']['ms']:.1f} ms | {steps['bigbird']['mib']:,.0f} MiB |")
     assert (tmp_path / "tradeoff.png").stat().st_size > 20_000
-    assert json.loads((tmp_path / shootout.STEPS_FILE).read_text()) == steps
+    assert json.loads((tmp_path / extended_reports.STEPS_FILE).read_text()) == steps
 
 
 class FakeRunner:
@@ -186,9 +188,9 @@ def test_steps_of_another_device_or_a_damaged_file_are_measured_anew(
     elsewhere = steps_of(sweep, "cuda")
     texts = {"another device": json.dumps(elsewhere), "cut": json.dumps(elsewhere)[:50], "a list": "[1]"}
     texts["half of it"] = json.dumps({"base": {"fingerprint": elsewhere["base"]["fingerprint"]}})
-    (tmp_path / shootout.STEPS_FILE).write_text(texts[before])
-    monkeypatch.setattr(shootout, "resolve_device", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(shootout, "LocalRunner", FakeRunner)
+    (tmp_path / extended_reports.STEPS_FILE).write_text(texts[before])
+    monkeypatch.setattr(extended_reports, "resolve_device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(extended_reports, "LocalRunner", FakeRunner)
     shown = ablate(tmp_path, report_only=True).to_dict()  # what was measured there is shown, and nothing measured
     assert shown["step_device"] == ("cuda" if before == "another device" else None)
     document = ablate(tmp_path).to_dict()
@@ -201,7 +203,7 @@ def test_a_grid_that_happens_to_be_called_mechanisms_is_a_plain_one(
 ) -> None:
     file = tmp_path / "mechanisms.toml"
     file.write_text('recipe = "en-ko"\nseeds = 2\n[grid]\n"model.n_heads" = [1, 2]\n')
-    monkeypatch.setattr(shootout, "LocalRunner", None)
+    monkeypatch.setattr(extended_reports, "LocalRunner", None)
     sweep = read_grid(file)
     results(tmp_path / "out", sweep, lambda name, x: {"valid_loss": 2 + x / 10})
     assert type(ablate(file, out=tmp_path / "out")) is SweepReport

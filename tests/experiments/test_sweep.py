@@ -513,19 +513,6 @@ def test_other_ways_to_read_the_data_are_other_batches(
     assert (run_facts(run)["order"] == before) == same
 
 
-def test_measures_by_their_names_of_earlier_versions_are_known(tmp_path: Path) -> None:
-    earlier, now = "regard.experiments.token_by_token:measure", "regard.experiments.sweep_cell:measure_token_by_token"
-    sweep = planted(tmp_path / "out", {"base": [2.0], "h=1": [2.5]}, (HEADS,))
-    document = {**sweep.to_dict(), "measures": [earlier]}
-    (tmp_path / "out" / "sweep.json").write_text(json.dumps(document))
-    for cell in ("base", "h=1"):
-        file = run_folder(tmp_path / "out", cell, 0) / "result.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"measures": [earlier]}))
-    found = write_report(tmp_path / "out")
-    assert found.sweep.measures == (now,)
-    assert not [line for line in found.conclusions() if "not measured" in line]
-
-
 def test_runs_that_were_not_asked_are_counted(tmp_path: Path) -> None:
     sweep = planted(tmp_path / "out", {"base": [2.0, 2.1], "h=1": [2.5, 2.4]}, (HEADS,))
     for seed, tests in enumerate(({"test": "a.tsv"}, {})):

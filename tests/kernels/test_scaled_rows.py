@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.layers.feedforward import ACTIVATIONS
-from regard.training.row_operators import KINDS, activated_rows, gradient_rows, joined_rows, slope
+from regard.training.fused_layers import KINDS, activated_rows, gradient_rows, joined_rows, slope
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -26,7 +26,7 @@ from regard.errors import BadModelFile, RegardError
 from regard.recipes import run_config
 from regard.text.processor import Processor
 from regard.text.tokenizer import Tokenizer
-from regard.training import evaluation_report
+from regard.training import evaluation
 from regard.training.metrics.language_metrics import language_model, strided_losses
 from regard.training.metrics.statistics import paired_bootstrap
 from regard.training.metrics.translation_metrics import chrf_statistics
@@ -653,14 +653,14 @@ def test_a_failure_while_writing_leaves_the_old_one(
     run, out = house("translate"), tmp_path / "out"
     _ask(run, out=out, limit=3)
     before = {x.name: x.read_bytes() for x in out.iterdir()}
-    write = evaluation_report.write_atomic
+    write = evaluation.write_atomic
 
     def full(path: Path, content: bytes) -> None:
         if path.name == "report.json":
             raise OSError(28, "No space left on device")
         write(path, content)
 
-    monkeypatch.setattr(evaluation_report, "write_atomic", full)
+    monkeypatch.setattr(evaluation, "write_atomic", full)
     with pytest.raises(OSError, match="No space left"):
         _ask(run, out=out, limit=2)
     assert {x.name: x.read_bytes() for x in out.iterdir()} == before

@@ -8,11 +8,18 @@ from torch import nn
 
 from models.small import small_config
 from regard.models import build
-from regard.training.fp8_linear import E4M3, E5M2, Fp8Linear, gains_from_fp8, scale_rows, use_fp8
-from regard.training.fused_layers import FusedFeedForward, HeadsProjection
+from regard.training.fused_layers import (
+    E4M3,
+    Fp8Linear,
+    FusedFeedForward,
+    HeadsProjection,
+    gains_from_fp8,
+    scale_rows,
+    use_fp8,
+)
+from regard.training.gradient_pass import WorkingWeights
 from regard.training.loss import Objective
 from regard.training.precision import Precision
-from regard.training.working_weights import WorkingWeights
 
 
 def test_it_is_the_linear_layer_within_what_three_bits_keep() -> None:
@@ -30,16 +37,15 @@ def test_it_is_the_linear_layer_within_what_three_bits_keep() -> None:
         assert (mine - theirs).norm() < most * theirs.norm()
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_rows_of_any_size_use_the_whole_range(dtype: torch.dtype) -> None:
+def test_rows_of_any_size_use_the_whole_range() -> None:
     x = torch.tensor([[1e-30, -2e-30], [0.0, 0.0], [3e4, 1.0], [1e-3, 5e-4]])
-    eight, scale = scale_rows(x, dtype)
-    assert eight.dtype == dtype
+    eight, scale = scale_rows(x)
+    assert eight.dtype == E4M3
     assert scale.shape == (4, 1)
     torch.testing.assert_close((eight.float() * scale)[2:], x[2:], rtol=0.13, atol=0.1)
-    assert eight.float()[3].abs().max() == torch.finfo(dtype).max
+    assert eight.float()[3].abs().max() == torch.finfo(E4M3).max
     assert eight.float().isfinite().all()
-    assert scale_rows(x.T, dtype)[0].is_contiguous(), "which the matrix units ask for"
+    assert scale_rows(x.T)[0].is_contiguous(), "which the matrix units ask for"
 
 
 def test_the_large_layers_of_a_model_but_neither_its_norms_nor_its_embeddings() -> None:

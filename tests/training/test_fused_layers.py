@@ -10,9 +10,17 @@ from models.small import small_config
 from regard.attention import MultiHeadAttention
 from regard.layers.feedforward import ACTIVATIONS, FeedForward
 from regard.models import build
-from regard.training.fp8_linear import use_fp8
-from regard.training.fused_layers import FusedFeedForward, HeadsProjection, fuse_layers
-from regard.training.row_operators import KINDS, activated_rows, gradient_rows, joined_rows, slope
+from regard.training.fused_layers import (
+    KINDS,
+    FusedFeedForward,
+    HeadsProjection,
+    activated_rows,
+    fuse_layers,
+    gradient_rows,
+    joined_rows,
+    slope,
+    use_fp8,
+)
 
 
 @pytest.mark.parametrize(("fp8", "most"), [(False, 0.012), (True, 0.1)])

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from models.small import small_config
 from regard.models import build
-from regard.training import gradient_pass, trainer, working_weights
+from regard.training import gradient_pass, trainer
 from regard.training.compilation import Compiled, compiler_options
-from regard.training.gradient_pass import CapturedPass, GradientPass, should_capture
+from regard.training.gradient_pass import CapturedPass, GradientPass, WorkingWeights, should_capture
 from regard.training.loss import Batch, Objective, r_drop_loss
 from regard.training.precision import Precision
-from regard.training.working_weights import WorkingWeights
 
 from .runs import losses, train, write_data
 
@@ -84,7 +83,7 @@ def test_small_passes_on_a_gpu_compute_a_norms_gradients_by_two_kernels() -> Non
 
 def test_a_run_with_captured_passes_is_the_run_without(tmp_path: Path) -> None:
     data, words = write_data("lm", tmp_path), ("train.steps=6", "train.eval_every=0", "train.precision=bf16")
-    with mock.patch.object(working_weights, "uses_working_weights", return_value=True):
+    with mock.patch.object(gradient_pass, "uses_working_weights", return_value=True):
         with mock.patch.object(CapturedPass, "run", autospec=True, side_effect=CapturedPass.run) as replayed:
             train("lm", tmp_path / "captured", data, *words)
         with mock.patch.object(trainer, "should_capture", return_value=False):

@@ -22,7 +22,7 @@ from regard.errors import BadData, UsageError
 from regard.recipes import run_config
 from regard.text.tokenizer import Tokenizer
 from regard.text.tokenizer_training import train_tokenizer
-from regard.training.metrics import label_metrics
+from regard.training.metrics import classification_metrics
 from regard.training.tasks import open_task
 from web.served import asking, opened
 
@@ -262,18 +262,18 @@ def test_pearson_and_spearman_are_those_of_the_books() -> None:
     draw = np.random.default_rng(1)
     x, y = draw.normal(size=50), draw.normal(size=50)
     y[:10] = y[10:20]  # ties
-    found = label_metrics.regression(x, y)
+    found = classification_metrics.regression(x, y)
     assert found.pearson == pytest.approx(np.corrcoef(x, y)[0, 1])
     ranks = [[sum(b < a for b in z) + (sum(b == a for b in z) + 1) / 2 for a in z] for z in (x, y)]
     assert found.spearman == pytest.approx(np.corrcoef(*ranks)[0, 1])
     assert found.mse == pytest.approx(((x - y) ** 2).mean())
-    assert label_metrics.regression(np.ones(3), np.arange(3.0)).pearson == 0
+    assert classification_metrics.regression(np.ones(3), np.arange(3.0)).pearson == 0
 
 
 def test_f1_of_several_labels() -> None:
     predicted = np.array([[1, 0], [1, 1], [0, 0], [0, 1]], dtype=bool)
     truth = np.array([[1, 0], [1, 0], [1, 0], [0, 1]], dtype=bool)
-    found = label_metrics.multi_label(predicted, truth, ("a", "b"))
+    found = classification_metrics.multi_label(predicted, truth, ("a", "b"))
     assert found.micro_f1 == pytest.approx(2 * 3 / (4 + 4))
     assert found.macro_f1 == pytest.approx((2 * 2 / (2 + 3) + 2 * 1 / (2 + 1)) / 2)
     assert found.exact == 0.5
@@ -282,5 +282,5 @@ def test_f1_of_several_labels() -> None:
 def test_labels_that_never_occur_have_an_f1_of_0_and_not_of_nothing() -> None:
     """A nan would never be improved upon, and no checkpoint could hold it."""
     none = np.zeros((3, 2), dtype=bool)
-    scores = label_metrics.multi_label(none, none, ["a", "b"])
+    scores = classification_metrics.multi_label(none, none, ["a", "b"])
     assert (scores.macro_f1, scores.micro_f1, scores.exact) == (0.0, 0.0, 1.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import regard
-from regard.data import example_files, source_cache
+from regard.data import example_files
 from regard.recipes import run_config
 from regard.text.tokenizer import Tokenizer
 from regard.training.run_inputs import open_run_source, resolve_run
@@ -24,7 +24,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Everything counts as large; the cache is the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(example_files, "_IN_MEMORY", 64)
-    monkeypatch.setattr(source_cache, "LARGE", 64)
+    monkeypatch.setattr(example_files, "LARGE", 64)
     monkeypatch.setattr("regard.training.tasks.task.LARGE", 64)
     return tmp_path / "cache" / "regard"
 

@@ -104,7 +104,7 @@ def test_batched_is_one_by_one_and_in_order() -> None:
 def test_a_stack_too_large_is_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     matrices = [torch.randn(8, 8, dtype=torch.float64) for _ in range(5)]
     whole = orthogonal(matrices)
-    monkeypatch.setattr("regard.training.optimiser._MAX_STACK_ELEMENTS", 130)  # two at a time
+    monkeypatch.setattr("regard.training.optimiser.MAX_STACK_ELEMENTS", 130)  # two at a time
     for one, other in zip(orthogonal(matrices), whole, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -161,7 +161,7 @@ def test_every_parameter_has_one_role(name: str) -> None:
             assert not role.in_layer, role.name
 
 
-def test_joined_rows_are_those_of_the_views() -> None:
+def test_joined_matrices_are_those_of_the_views() -> None:
     net = small()
     rows = {role.param: role.rows for role in roles(net)}
     attention = next(module for module in net.modules() if isinstance(module, MultiHeadAttention))

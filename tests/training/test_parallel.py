@@ -32,6 +32,7 @@ from regard.training import optimiser as optimiser_module
 from regard.training import shards
 from regard.training.averaging import Ema
 from regard.training.checkpoint import Checkpoint, Checkpoints
+from regard.training.gradient_pass import broken_gradient
 from regard.training.loop import seed_everything
 from regard.training.loss import Batch, Objective
 from regard.training.optimiser import build_optimiser
@@ -45,7 +46,6 @@ from regard.training.parallel import (
     parallelise,
 )
 from regard.training.shards import is_sharded, local, local_region
-from regard.training.signals import broken_gradient
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(

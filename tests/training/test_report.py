@@ -148,7 +148,7 @@ def test_a_step_that_is_not_due_neither_waits_for_tensors_nor_keeps_their_graph(
 def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path: Path, saved_at: int, killed_at: int) -> None:
     with Reporter(tmp_path / "whole", steps=12, log_every=4, style="quiet") as whole:
         make_steps(whole, 1, 12, evaluate_every=5)
-        whole.finish({})
+        whole.finish()
     out = tmp_path / "parts"
     with Reporter(out, steps=12, log_every=4, style="quiet") as first:
         make_steps(first, 1, saved_at, evaluate_every=5)
@@ -160,7 +160,7 @@ def test_a_resumed_run_leaves_the_lines_of_an_uninterrupted_one(tmp_path: Path, 
         second.restore(state)
         make_steps(second, saved_at + 1, 12, evaluate_every=5)
         assert second.seconds > state["seconds"]
-        second.finish({})
+        second.finish()
     assert [without_timings(x) for x in lines_of(out)] == [without_timings(x) for x in lines_of(tmp_path / "whole")]
     assert sorted(p.name for p in out.iterdir()) == ["metrics.jsonl", "tensorboard"]
 
@@ -212,7 +212,7 @@ def test_off_says_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
         reporter.begin({"task": "lm"})
         make_steps(reporter, 1, 3, evaluate_every=1)
         reporter.samples(1, [{"a": "b"}])
-        reporter.finish({})
+        reporter.finish()
     assert not (tmp_path / "new").exists()
     assert capsys.readouterr() == ("", "")
 
@@ -281,7 +281,7 @@ with Reporter(Path(sys.argv[1]), steps=60, log_every=10, style=sys.argv[2]) as r
                 said = {"source": "The cat\\x1b[31m sat.", "target": "고양이가 앉았다.", "output": "아주 긴 문장 " * 60}
                 reporter.samples(step, [said])
             reporter.report_checkpoint(step, Path(sys.argv[1]) / "checkpoints/step-000030")
-    reporter.finish({"valid_loss": 1.25, "seconds": 1.5})
+    reporter.finish()
 """
 FORKED = "\n".join(line for line in SCRIPT.splitlines() if not line.startswith("assert"))  # all is imported there
 
@@ -330,8 +330,7 @@ def test_a_terminal_gets_one_live_line_that_leaves_no_trace(bash: Shell, tmp_pat
     assert "bleu 31.40" in text
     assert "고양이가 앉았다." in text
     assert "The cat␛[31m sat." in text, "what a model says cannot steer the terminal"
-    assert "saved checkpoints/step-000030" in text
-    assert text.rstrip().splitlines()[-1].split() == ["seconds", "1.5000"]
+    assert text.rstrip().splitlines()[-1].strip() == "saved checkpoints/step-000030"
     samples = [line for line in text.splitlines() if "아주 긴" in line]
     assert len(samples) == 1
     assert samples[0].rstrip().endswith("…")
@@ -366,11 +365,10 @@ def test_json_leaves_stdout_to_the_answer(tmp_path: Path, capsys: pytest.Capture
     with Reporter(tmp_path, steps=3, log_every=1, style="json") as reporter:
         reporter.begin({"task": "lm"})
         make_steps(reporter, 1, 3, evaluate_every=3)
-        reporter.finish({"valid_loss": 1.0})
+        reporter.finish()
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("lm\nstep 1/3  loss 1.0000  lr 1.00e-01  grad 2  ")
-    assert said.err.endswith("  valid loss  1.0000\n")
 
 
 @pytest.mark.parametrize("style", ["plain", "live"])
@@ -384,7 +382,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(
     with Reporter(tmp_path, steps=9, log_every=1, style=style) as reporter:
         reporter.begin({"task": "lm"})
         make_steps(reporter, 1, 9, evaluate_every=3)
-        reporter.finish({})
+        reporter.finish()
     with contextlib.suppress(BrokenPipeError):
         closed.close()
     assert lines_of(tmp_path)[-1]["step"] == 9
@@ -561,7 +559,7 @@ def test_a_run_that_ends_leaves_its_curves_but_where_they_would_be_removed(
 ) -> None:
     with Reporter(tmp_path, steps=2, log_every=1, style=style) as reporter:
         make_steps(reporter, 1, 2, evaluate_every=1)
-        reporter.finish({})
+        reporter.finish()
     written = [] if style == "off" else ["metrics.jsonl", "tensorboard"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [*files, *written]
 
@@ -581,7 +579,7 @@ def test_curves_show_training_and_validation_in_their_colours(tmp_path: Path) ->
     assert orange not in colours(tmp_path / "a.png")
     with Reporter(tmp_path, steps=30, log_every=1, style="quiet", start_step=20) as reporter:
         make_steps(reporter, 21, 30, evaluate_every=3)
-        reporter.finish({})
+        reporter.finish()
     assert {blue, orange} <= colours(tmp_path / "curves.png")
 
 
@@ -607,7 +605,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_end_the_run(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with Reporter(tmp_path, steps=1, log_every=1, style="plain") as reporter:
         make_steps(reporter, 1, 1)
-        reporter.finish({"valid_loss": 1.0})
+        reporter.finish()
     assert "curves.png cannot be drawn" in capsys.readouterr().err
 
 

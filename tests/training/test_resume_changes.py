@@ -92,6 +92,15 @@ def test_a_schedule_can_start_again(project: Path, tmp_path: Path, capsys: pytes
     assert_same(out, stopped)
 
 
+def test_a_restart_needs_steps_that_remain(project: Path) -> None:
+    out = project / "runs/a"
+    with pytest.raises(ValueError, match=r"^a schedule cannot restart: .*a has done its 4 steps; raise train\.steps$"):
+        resume(out, restart_schedule=True)
+    resume(out, steps=5, restart_schedule=True)
+    with pytest.raises(ValueError, match=r"^train\.steps=3 is less than the 5 steps that .*a has done$"):
+        resume(out, steps=3)
+
+
 # ------------------------------------------------------------------------------------- chosen checkpoints averaged
 
 

@@ -19,7 +19,7 @@ from regard.recipes import run_config
 from regard.text.tokenizer_training import train_tokenizer
 from regard.text.words import entity_spans, split_words
 from regard.training.loss import IGNORE
-from regard.training.metrics.label_metrics import tagging
+from regard.training.metrics.classification_metrics import tagging
 from regard.training.tasks import open_task
 from web.served import asking, opened
 

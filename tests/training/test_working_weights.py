@@ -13,14 +13,14 @@ import torch
 from models.small import small_config
 from regard.errors import Diverged
 from regard.models import build
-from regard.training import trainer, working_weights
+from regard.training import gradient_pass, trainer
 from regard.training.checkpoint import Checkpoint
+from regard.training.gradient_pass import WorkingWeights, uses_working_weights
 from regard.training.loop import Loop
 from regard.training.loss import Batch, Objective
 from regard.training.parallel import Group
 from regard.training.precision import Precision
 from regard.training.run_directory import RunDirectory
-from regard.training.working_weights import WorkingWeights, uses_working_weights
 
 from .runs import losses, train, write_data
 
@@ -78,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     words = ("train.steps=6", "train.save_every=3", "train.eval_every=0", "train.accumulate=2", "train.ema=0.9")
     paths = {name: folder / name for name in ("whole", "stopped", "fp32")}
     train("lm", paths["fp32"], data, *words)
-    with mock.patch.object(working_weights, "uses_working_weights", return_value=True):
+    with mock.patch.object(gradient_pass, "uses_working_weights", return_value=True):
         train("lm", paths["whole"], data, *words, "train.precision=bf16")
         train("lm", paths["stopped"], data, *words, "train.precision=bf16", "train.stop_at=3")
         trainer.resume(paths["stopped"], style="quiet")
@@ -113,7 +113,7 @@ def test_what_is_read_a_step_late_is_never_saved(working: bool, optimiser: str, 
             next(loop.model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
 
     with (
-        mock.patch.object(working_weights, "uses_working_weights", return_value=working),
+        mock.patch.object(gradient_pass, "uses_working_weights", return_value=working),
         mock.patch.object(trainer, "_reads_late", return_value=True),
         mock.patch.object(Loop, "_accumulate", break_batch),
         pytest.raises(Diverged, match=r"step 6: loss .*, gradient norm nan; .* the last checkpoint is that of step 5"),

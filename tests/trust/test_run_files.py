@@ -197,7 +197,7 @@ def test_an_evaluation_that_is_not_finite_is_a_divergence(tmp_path: Path, capsys
 
 
 def test_writing_an_evaluation_takes_no_memory_for_each_example(tmp_path: Path) -> None:
-    from regard.training.evaluation_report import EvaluationReport, SplitReport, write_evaluation
+    from regard.training.evaluation import EvaluationReport, SplitReport, write_evaluation
     from regard.training.tasks import ExampleResult
 
     rows = tuple(ExampleResult(f"source {n}", "target", "output", 0.5, 1.0) for n in range(10_000))

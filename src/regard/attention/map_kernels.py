@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..foundation.device import TRITON_INTERPRETED
 from .score_matrix import AttentionCall, TileWalk
 from .triton_backend import options, triton_obstacle
 
@@ -19,7 +19,6 @@ _SMALL = 1 << 21  # up to this many scores, torch's own operations are faster th
 _SMALLEST_CELL = 16  # queries and keys per cell; with smaller cells a tile would have too many of them
 MOST_KEPT = 64  # largest k of ``top``
 _MOST_PUSHED = 256  # largest N of ``push``
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,7 @@ class MapKernels:
     def of(cls, walk: TileWalk) -> MapKernels | None:
         """None if the kernels do not support this map, or torch is as fast."""
         matrix, (b, h, n_queries, n_keys) = walk.scoring, walk.shape
-        usable = (INTERPRETED or matrix.q.is_cuda) and matrix.sinks is None
+        usable = (TRITON_INTERPRETED or matrix.q.is_cuda) and matrix.sinks is None
         if not usable or matrix.mechanism.kind not in ("dot", "capped") or b * h * n_queries * n_keys <= _SMALL:
             return None
         content_bias = matrix.bias is not None and matrix.bias.reads_content

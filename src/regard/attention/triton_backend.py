@@ -12,13 +12,13 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..foundation.device import HAS_TRITON
 from .biases import Alibi, Bias, DenseBias, RelativeBias, Sum, T5Bias, XLRelative
 from .frame import Frame
 from .mask import EMPTY, FULL, PARTIAL, And, Mask, plan
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 _WIDEST = 256  # largest head width
 _WIDEST_WITH_PLAN = 128  # the same for gradients in float32 through a sparse plan
 _LONGEST_TRAINED_TABLE = 1024  # largest distance in the table of a trainable bias
-HAS_TRITON = find_spec("triton") is not None
 F = TypeVar("F", bound=Callable[..., Any])
 _HIDDEN = -(1 << 31)  # document id of keys that no query may attend to
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -64,9 +64,9 @@ def describe(
     terminal.progress(f"{opened.name}: {len(opened.train):,} examples")
     first, second = _train_tokenizers(opened, kind, config)
     # A language model reads its documents in consecutive rows of max_len, so that nothing is cut off.
-    target = config.max_target_len if opened.kind == "captions" else None
-    limit = None if opened.kind == "text" else target or config.max_len
-    terminal.print_result(describe_source(opened, first, second, max_len=limit, n_examples=examples), as_json)
+    limit = None if opened.kind == "text" else config.max_len
+    limits: dict[str, Any] = {"max_len": limit, "max_target_len": config.max_target_len, "too_long": config.too_long}
+    terminal.print_result(describe_source(opened, first, second, **limits, n_examples=examples), as_json)
 
 
 def _tokenizer_kind(config: DataConfig) -> str:

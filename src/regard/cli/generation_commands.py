@@ -13,8 +13,7 @@ import typer
 from regard.errors import RegardError, UsageError
 
 from . import completion, terminal
-from .bulk_answers import answer_to_dict, join_texts, predict, text_answerer, text_lines
-from .bulk_jobs import check_workers
+from .bulk_answers import answer_to_dict, check_workers, join_texts, predict, text_answerer, text_lines
 from .options import (
     AsJson,
     Beam,

@@ -45,7 +45,7 @@ def list_without_command(ctx: typer.Context) -> None:
 @learn_app.command("list")
 def list_exercises(as_json: AsJson = False) -> None:
     """List chapters and exercises, and which are solved."""
-    from regard.course.course_progress import progress_report
+    from regard.course.exercises import progress_report
 
     report = progress_report()
     if as_json:
@@ -99,7 +99,7 @@ def check(
     The exit code is 0 if it is right, else 1.
     """
     from regard.course.checking import check_file
-    from regard.course.course_progress import note_attempt
+    from regard.course.exercises import note_attempt
 
     exercise = _find(number)
     verdict = check_file(exercise, file or _file_here(exercise))
@@ -123,7 +123,7 @@ def _file_here(exercise: Exercise) -> Path:
 @learn_app.command("hint")
 def hint(number: Number) -> None:
     """Show the next hint; each call reveals one more."""
-    from regard.course.course_progress import next_hint
+    from regard.course.exercises import next_hint
 
     exercise = _find(number)
     step, text = next_hint(exercise)
@@ -133,7 +133,7 @@ def hint(number: Number) -> None:
 @learn_app.command("solution")
 def solution(number: Number) -> None:
     """Show a solution, after an attempt."""
-    from regard.course.course_progress import solution_after_attempt
+    from regard.course.exercises import solution_after_attempt
 
     print(solution_after_attempt(_find(number)), end="")
 

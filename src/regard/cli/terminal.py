@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from regard.data.record_files import Records
     from regard.models import Model
 
-_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
-
 
 def allow_any_text() -> None:
     """Print characters outside the terminal's encoding as \\uXXXX, so that ASCII or cp1252 does not stop a command."""
@@ -244,8 +242,10 @@ def check_out(out: Path | None, suffixes: Sequence[str] = (), *, source: Path | 
 
 def refuse_images(model: Model, inputs: Sequence[str]) -> None:
     """Refuse the name of an image file for a model that reads text, which would take it for a sentence."""
+    from regard.data.source_files import IMAGE_SUFFIXES
+
     for name in inputs if model.config.source == "text" else ():
-        if name.lower().endswith(_IMAGE_SUFFIXES) and Path(name).is_file():
+        if name.lower().endswith(IMAGE_SUFFIXES) and Path(name).is_file():
             raise UsageError(f"{name} is an image file, and this model reads text")
 
 

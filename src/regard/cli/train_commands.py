@@ -185,8 +185,8 @@ def distill(
 ) -> None:
     """Write a student's training data: the sources a translator learned from, with its own translations.
 
-    The sources are those of the run's data, or of data.source=… with other data.* fields. Held-out pairs are written to
-    OUT.valid unchanged.
+    The sources are those of the run's data, or of data.source=… with other data.* fields. Held-out pairs are written
+    unchanged to a second file: pairs.valid.tsv beside pairs.tsv.
     """
     data = _data_fields(words)
     from regard.training.distillation import distill as run

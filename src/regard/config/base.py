@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..foundation.checks import did_you_mean
+from ..foundation.checks import check_not_negative, check_positive, check_probability, did_you_mean
 
 
 class Config(BaseModel):
@@ -37,9 +37,7 @@ class Config(BaseModel):
 
     def check_at_least(self, least: float, fields: Iterable[str]) -> None:
         """Reject values of these fields below ``least`` (0 or 1); None passes."""
-        for name in fields:
-            if (value := getattr(self, name)) is not None and not value >= least:  # rejects NaN too
-                raise ValueError(f"{name}={value} must {'be at least 1' if least else 'not be negative'}")
+        (check_positive if least else check_not_negative)(**{name: getattr(self, name) for name in fields})
 
     def check_at_most(self, most: int, fields: Iterable[str]) -> None:
         """Reject values of these fields above ``most``; None passes."""
@@ -49,9 +47,7 @@ class Config(BaseModel):
 
     def check_shares(self, fields: Iterable[str]) -> None:
         """Reject values of these fields outside [0, 1); None passes."""
-        for name in fields:
-            if (value := getattr(self, name)) is not None and not 0 <= value < 1:
-                raise ValueError(f"{name}={value} must lie in [0, 1)")
+        check_probability(**{name: getattr(self, name) for name in fields})
 
 
 def split_commas(value: Any) -> Any:

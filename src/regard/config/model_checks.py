@@ -15,6 +15,13 @@ def _default(config: ModelConfig, name: str) -> Any:
     return type(config).model_fields[name].default
 
 
+def _need(config: ModelConfig, what: str, **needed: Any) -> None:
+    """Raise ValueError unless these fields have the values that ``what`` needs."""
+    for name, value in needed.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{what} needs {name}={value!r}, not {getattr(config, name)!r}")
+
+
 def check_sizes(config: ModelConfig) -> None:
     """Heads, inputs and outputs."""
     n_decoder_heads = config.n_decoder_heads or config.n_heads
@@ -251,10 +258,7 @@ def check_mixing(config: ModelConfig) -> None:
 
 def _check_global_projections(config: ModelConfig) -> None:
     """Global tokens have their own keys, which are neither rotated, normalised nor shared."""
-    needed = {"architecture": "encoder", "mixer": "dot", "qk_norm": False, "n_kv_heads": None}
-    for name, value in needed.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"global_projections=True needs {name}={value!r}, not {getattr(config, name)!r}")
+    _need(config, "global_projections=True", architecture="encoder", mixer="dot", qk_norm=False, n_kv_heads=None)
     if config.window is None or config.positions in ("rope", *_BIASES):
         raise ValueError("global_projections=True needs a window, and positions that are added to the embeddings")
 
@@ -264,19 +268,13 @@ def check_layers(config: ModelConfig) -> None:
     if config.norm_offset and config.norm != "rms":
         raise ValueError(f"norm_offset={config.norm_offset} is added to the weight of norm='rms', not {config.norm!r}")
     if not config.first_norm:
-        for name, needed in (("norm_place", "pre"), ("architecture", "encoder"), ("share_layers", False)):
-            if getattr(config, name) != needed:
-                raise ValueError(f"first_norm=False needs {name}={needed!r}, not {getattr(config, name)!r}")
+        _need(config, "first_norm=False", norm_place="pre", architecture="encoder", share_layers=False)
     if config.parallel_residual != "none":
-        for name, needed in (("norm_place", "pre"), ("residual", True)):
-            if getattr(config, name) != needed:
-                raise ValueError(f"parallel_residual={config.parallel_residual!r} needs {name}={needed!r}")
+        _need(config, f"parallel_residual={config.parallel_residual!r}", norm_place="pre", residual=True)
         if config.architecture == "encoder-decoder":
             raise ValueError(f"parallel_residual={config.parallel_residual!r} does not support cross-attention")
     if config.layer_scale is not None:
-        for name, needed in (("norm_place", "pre"), ("parallel_residual", "none")):
-            if getattr(config, name) != needed:
-                raise ValueError(f"layer_scale={config.layer_scale} needs {name}={needed!r}")
+        _need(config, f"layer_scale={config.layer_scale}", norm_place="pre", parallel_residual="none")
     if config.experts is not None and config.experts_per_token > config.experts:
         raise ValueError(f"experts_per_token={config.experts_per_token} is more than experts={config.experts}")
     if config.experts is None and config.shared_experts:

@@ -25,8 +25,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..foundation.language import localise
-from . import course_progress
-from .exercises import Exercise, find_exercise, read_answer
+from .exercises import Exercise, find_exercise, note_attempt, read_answer
 
 Answer = Callable[..., Any]
 SECONDS = 10.0  # time limit of a learner's function
@@ -58,7 +57,7 @@ def check(number: str, answer: Answer) -> Verdict:
     if not callable(answer):
         raise TypeError(f"an answer must be a function: regard.check({number!r}, {exercise.function})")
     verdict = judge(exercise, answer)
-    course_progress.note_attempt(number, verdict.passed)
+    note_attempt(number, verdict.passed)
     return verdict
 
 

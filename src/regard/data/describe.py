@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
+from ..text.tokenizer import Tokenizer
 from .examples import (
     Chat,
     Example,
@@ -30,12 +31,6 @@ from .splits import content_keys
 
 _PERCENTILES = {"min": 0, "p50": 50, "p90": 90, "p99": 99, "max": 100}
 _MAX_EXAMPLES, _MAX_IMAGES = 200_000, 20_000
-
-
-class TextEncoder(Protocol):
-    """The part of a tokenizer that ``describe`` needs."""
-
-    def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -139,8 +134,8 @@ class SourceDescription:
 
 def describe(
     source: Source,
-    tokenizer: TextEncoder | None = None,
-    target_tokenizer: TextEncoder | None = None,
+    tokenizer: Tokenizer | None = None,
+    target_tokenizer: Tokenizer | None = None,
     *,
     max_len: int | None = None,
     max_target_len: int | None = None,
@@ -220,8 +215,8 @@ def _sides(example: Example) -> dict[str, Sequence[str]]:
 
 def _token_lengths(
     texts: dict[str, list[str]],
-    tokenizer: TextEncoder | None,
-    target_tokenizer: TextEncoder | None,
+    tokenizer: Tokenizer | None,
+    target_tokenizer: Tokenizer | None,
     limits: tuple[int, int | None] | None,
     cut: bool,
     n_passages: list[int],
@@ -233,10 +228,9 @@ def _token_lengths(
     n_unknown = 0
     for side, sides in texts.items():
         encoder = target_tokenizer if side == "target" and target_tokenizer is not None else tokenizer
-        unknown = getattr(encoder, "unk_id", -1)
-        rows = encoder.encode_all(sides) if hasattr(encoder, "encode_all") else [encoder.encode(x) for x in sides]
+        rows = encoder.encode_all(sides)
         sizes[side] = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-        n_unknown += sum(row.count(unknown) for row in rows)
+        n_unknown += sum(row.count(encoder.special_ids.get("unk", -1)) for row in rows)
     lengths = {side: LengthSummary.from_sizes(counts) for side, counts in sizes.items()}
     if limits is None or not sizes:
         return lengths, None

@@ -2,25 +2,34 @@
 
 Five million pairs of Python strings take gigabytes; as bytes on disk, read on access, they take almost nothing. A small
 file stays in memory. While it is being written, a larger one is an unnamed temporary file that ends with the process.
+
+Reading, checking and splitting five million lines takes minutes, hashing them takes a second: large sources are cached
+with their split and report. Each combination of content and options has a folder, which may be deleted at any time.
 """
 
 from __future__ import annotations
 
 import codecs
+import hashlib
 import io
+import json
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
-from typing import IO, cast, overload
+from typing import IO, Any, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..foundation.files import cache_folder
-from .examples import Example, Labelled, Pair, Text
+from ..errors import BadLine
+from ..foundation.files import cache_folder, replace_directory, write_atomic
+from ..foundation.jsonio import to_json
+from .examples import Example, Labelled, Pair, ReadReport, Text
 
 _IN_MEMORY = 1 << 24  # bytes of text up to which a file stays in memory
 _PART = 1 << 20  # bytes read at a time
@@ -232,3 +241,54 @@ def document_parts(examples: Sequence[Example]) -> Iterator[tuple[str, bool]]:
             yield before, False
             before = part
         yield before, True
+
+
+# ------------------------------------------------------------------------------------- a cache of large sources
+
+
+_VERSION = 2  # increase it when a change makes the same file be read or split differently
+_HEADER = "source.json"
+LARGE = 1 << 26  # bytes of files or training text from which the result is cached for later runs
+
+
+def content_key(paths: Sequence[Path], reading: Mapping[str, Any]) -> str | None:
+    """A hash of the files' content and of the options they are read with; None if they are too small to cache."""
+    if sum(path.stat().st_size for path in paths) < LARGE:
+        return None
+    digests = []
+    for path in paths:
+        with path.open("rb") as file:
+            digests.append([path.name, hashlib.file_digest(file, "sha256").hexdigest()])
+    about = json.dumps([_VERSION, digests, dict(reading)], sort_keys=True, default=str)
+    return hashlib.sha256(about.encode()).hexdigest()[:32]
+
+
+def read_source(key: str) -> tuple[dict[str, Any], ExampleFile, ExampleFile, ReadReport] | None:
+    """(``about`` of ``write_source``, training examples, held-out examples, report); None if it is not cached."""
+    folder = _folder(key)
+    try:
+        header = json.loads((folder / _HEADER).read_bytes())
+        fields = header.pop("report")
+        fields |= {"first": [BadLine(**line) for line in fields["first"]], "reasons": Counter(fields["reasons"])}
+        report = ReadReport(**fields)
+        train, valid = (ExampleFile.open(folder / side, header["n_texts"]) for side in ("train", "valid"))
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the source files are read again
+        return None
+    return header, train, valid, report
+
+
+def write_source(
+    key: str, about: Mapping[str, Any], train: ExampleFile, valid: ExampleFile, report: ReadReport
+) -> None:
+    """Store a source. A full or read-only disk is not an error."""
+    with suppress(OSError), replace_directory(_folder(key)) as folder:
+        train.save(folder / "train")
+        valid.save(folder / "valid")
+        lines = [asdict(line) for line in report.first]
+        fields = {**vars(report), "first": lines, "reasons": dict(report.reasons)}
+        header = {**about, "n_texts": train.n_texts, "report": fields}
+        write_atomic(folder / _HEADER, to_json(header))
+
+
+def _folder(key: str) -> Path:
+    return cache_folder() / "examples" / key

@@ -15,7 +15,7 @@ from typing import Any
 from ..config import DataConfig, Kind
 from ..errors import BadData
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
-from .example_files import ExampleFile, ExampleWriter
+from .example_files import ExampleFile, ExampleWriter, content_key, read_source, write_source
 from .examples import (
     Example,
     ImageExample,
@@ -31,7 +31,6 @@ from .examples import (
     preference_of,
 )
 from .images import IdxImages, check_image
-from .source_cache import content_key, read_source, write_source
 from .source_files import SourceFiles, find_source_files, read_rows
 from .splits import Split, first_occurrences, select, sha256_of, split_examples
 from .table_files import Row, Schema, read_documents

@@ -128,7 +128,6 @@ class Demo:
     config: RunConfig
     overrides: tuple[str, ...]
     screen: DemoScreen
-    style: Any = "auto"
     command: Sequence[str] = ()
     results: dict[str, dict[str, Any]] = field(default_factory=dict)  # stage → result, with ``seconds`` and ``kept``
 
@@ -178,11 +177,11 @@ class Demo:
                 names = [path.name[5:] for path in (self.run / "checkpoints").glob("step-*")]
                 step = max((int(name) for name in names if name.isdigit()), default=0)
                 self.screen.note("train.goes_on", step=step, steps=self.config.train.steps)
-                result = resume(self.run, style=self.style).to_dict()
+                result = resume(self.run).to_dict()
             else:
                 if self.run.exists():  # interrupted before the run had a config, so nothing is lost
                     shutil.rmtree(self.run)
-                result = train(self.config, style=self.style, command=self.command).to_dict()
+                result = train(self.config, command=self.command).to_dict()
             # A resumed run counts the seconds of its earlier parts, but not the time to load.
             result["seconds"] = round(max(result["seconds"], time.perf_counter() - started), 1)
         if not result["finished"]:
@@ -251,16 +250,9 @@ class Demo:
         write_atomic(marker, to_json({"words": list(self.overrides)}))
 
 
-def demo(
-    out: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    screen: DemoScreen,
-    style: Any = "auto",
-    command: Sequence[str] = (),
-) -> Demo:
+def demo(out: str | Path, overrides: Sequence[str] = (), *, screen: DemoScreen, command: Sequence[str] = ()) -> Demo:
     """Run the missing stages of the demo in ``out``; overrides change the recipe, as in `regard train`."""
-    run = Demo(Path(out), demo_config(Path(out), overrides), tuple(overrides), screen, style, command)
+    run = Demo(Path(out), demo_config(Path(out), overrides), tuple(overrides), screen, command)
     with silence_warnings("regard.io"):  # it warns that transformers has no equivalent of this model
         run.run_stages()
     return run

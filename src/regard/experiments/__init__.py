@@ -48,7 +48,7 @@ def ablate(
     on           where it runs: local, ray (the cluster this machine belongs to) or ray://HOST:PORT
     progress     called with each line of progress
     """
-    from .ablations import EXTENDED_REPORTS
+    from .extended_reports import EXTENDED_REPORTS
     from .sweep_report import write_report
     from .sweep_runner import run_sweep
     from .sweep_spec import Sweep

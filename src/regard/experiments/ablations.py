@@ -1,4 +1,4 @@
-"""Named sweeps: the paper's ablations, the shoot-out of mechanisms, length extrapolation, and softmax saturation.
+"""Named sweeps: the paper's ablations, a comparison of mechanisms, length extrapolation, and softmax saturation.
 
 ablations.toml defines them. The cells of an axis depend on the base's config, so that ``regard ablate heads
 model.d_model=512`` tries the numbers of heads that divide 512.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -23,8 +23,6 @@ from ..errors import UsageError
 from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_json
-from .shootout import extrapolation_report, shootout_report
-from .sweep_report import SweepReport
 from .sweep_spec import Cell, Sweep, check_words
 
 _DEFINITIONS = tomllib.loads((files(__package__) / "ablations.toml").read_text(encoding="utf-8"))
@@ -101,7 +99,7 @@ class NamedSweep:
     axes: Sequence[dict[str, Any]]  # an axis, optionally its group, and fields that replace the axis's own
     metrics: Sequence[str]
     measures: Sequence[str] = ()
-    ending: str = ""  # the name of its report in ``EXTENDED_REPORTS``
+    ending: str = ""  # the name of its report in ``extended_reports.EXTENDED_REPORTS``
 
     def sweep(self, name: str, words: Sequence[str] = (), seeds: int = 3) -> Sweep:
         base = Sweep(name, self.recipe, tuple(self.words), seeds=tuple(range(seeds)), metrics=tuple(self.metrics))
@@ -118,12 +116,6 @@ _AXIS_SWEEPS = {name: {"about": axis["about"], "axes": [{"axis": name}]} for nam
 SWEEPS = {
     name: NamedSweep(**_DEFINITIONS["base"] | fields)
     for name, fields in (_AXIS_SWEEPS | _DEFINITIONS["sweeps"]).items()
-}
-
-# Functions that extend the table with more results. The last argument: whether they may measure anything.
-EXTENDED_REPORTS: dict[str, Callable[[SweepReport, Callable[[str], None] | None, bool], SweepReport]] = {
-    "mechanisms": shootout_report,
-    "extrapolation": extrapolation_report,
 }
 
 

@@ -25,12 +25,11 @@ from ..hub.hf_config import transformers_twin
 from ..models.build import build
 from ..models.model_flops import training_flops
 from ..training.compilation import Compiled, compiler_options
-from ..training.gradient_pass import GradientPass, should_capture
+from ..training.gradient_pass import GradientPass, WorkingWeights, should_capture, uses_working_weights
 from ..training.loss import Batch, Objective
 from ..training.optimiser import Schedule, build_optimiser
 from ..training.parallel import Group, clip_grad_norm
 from ..training.precision import Precision, PrecisionName, supported_precisions
-from ..training.working_weights import WorkingWeights, uses_working_weights
 from .benchmarking import format_table
 
 Contender = Literal["regard", "torch", "transformers"]

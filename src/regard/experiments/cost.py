@@ -18,6 +18,7 @@ from ..foundation.checks import check_positive
 from ..models import Model
 from ..models.model_flops import Flops, count, n_patches, stacks_of
 from ..presets import PRESETS, preset
+from ..training.loss import SHARE_OF_MEMORY
 from .cost_devices import CPU, Device, find_device, source_tokens, time_floors
 from .cost_report import Amount, Cost, TrainingVariant
 from .flops_estimate import CACHE_DTYPE_BYTES, CacheDtype, crossover, kv_cache, layer_kinds, parameter_groups
@@ -154,7 +155,7 @@ def _setting(
         smoothing=train.label_smoothing,
         counted=0.15 if config.head == "masked-lm" else 1.0,
         working=precision == "bf16" and device.name != CPU,
-        logit_bytes=Setting.logit_bytes if device.memory is None else device.memory / 16,
+        logit_bytes=Setting.logit_bytes if device.memory is None else device.memory / SHARE_OF_MEMORY,
     )
 
 

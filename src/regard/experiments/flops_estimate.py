@@ -16,6 +16,7 @@ from torch import nn
 
 from ..config import ModelConfig
 from ..config.mixers import keys_per_query
+from ..foundation.checks import check_positive
 from ..models import components
 from ..models.block import Block
 from ..models.build import build
@@ -231,14 +232,13 @@ class LayerKind:
     path_text: str
 
 
-def layer_kinds(length: int, width: int, kernel: int = 3, window: int | None = None) -> list[LayerKind]:
+def layer_kinds(length: int, width: int, window: int | None = None) -> list[LayerKind]:
     """Self-attention compared with recurrence and convolution, for a text of ``length`` and vectors of ``width``."""
-    if length < 1 or width < 1 or kernel < 2:
-        raise ValueError(f"length={length} and width={width} must be at least 1, kernel={kernel} at least 2")
-    t, d, r = float(length), float(width), float(min(window or max(1, length // 8), length))
+    check_positive(length=length, width=width)
+    t, d, r, k = float(length), float(width), float(min(window or max(1, length // 8), length)), 3
     return [
         LayerKind("self-attention", "T²·d", 4 * t * t * d, 8 * t * d * d, 1, 1, "1"),
         LayerKind("recurrent", "T·d²", 2 * t * d * d, 2 * t * d * d, t, t, "T"),
-        LayerKind("convolutional", "k·T·d²", 2 * kernel * t * d * d, 0.0, 1, max(1.0, math.log(t, kernel)), "logₖ T"),
+        LayerKind("convolutional", "k·T·d²", 2 * k * t * d * d, 0.0, 1, max(1.0, math.log(t, k)), "logₖ T"),
         LayerKind("self-attention (restricted)", "r·T·d", 4 * r * t * d, 8 * t * d * d, 1, math.ceil(t / r), "T/r"),
     ]

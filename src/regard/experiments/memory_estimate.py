@@ -15,15 +15,14 @@ from typing import Literal
 from ..attention.state_space import CHUNK
 from ..config import ModelConfig
 from ..models.model_flops import StackShape, configs_of_stacks, n_patches, source_places, stacks_of
+from ..training.loss import LOGIT_BYTES, VOCAB_MULTIPLE
+from ..training.optimiser import MAX_STACK_ELEMENTS
 from .flops_estimate import EXPERTS, ParameterGroup
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Attention = Literal["fused", "reference"]
 
 MIB = 1 << 20
-CHUNK_BYTES = 512 * MIB  # fp32 logits that the loss computes at a time on a GPU (training.loss)
-ALIGNMENT = 128  # the fused loss pads the vocabulary to a multiple of this (training.loss)
-MUON_AT_ONCE = 1 << 26  # numbers that Muon orthogonalises at a time (training.muon)
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Setting:
     masked: bool = True  # whether padding is masked where the tasks do so: in an encoder of text
     counted: float = 1.0  # share of the tokens with a target; below 1 in a masked language model
     workspace: int = 64 * MIB  # memory held by the device's matrix library
-    working: bool = False  # whether bf16 working weights are kept next to the fp32 ones (training.working_weights)
+    working: bool = False  # whether bf16 working weights are kept next to the fp32 ones (training.gradient_pass)
     logit_bytes: float = 8 << 30  # bf16 logits that the loss then computes at a time: 1/16 of the device's memory
 
     @property
@@ -303,7 +302,7 @@ class _StackStages:
         grads = table if config.tie_head else head_grads  # that of a tied table is kept until the embedding adds to it
         if setting.working:
             return self._fused_loss(saved, vocab, d_out, grads)
-        chunk_rows = CHUNK_BYTES // (4 * vocab)
+        chunk_rows = LOGIT_BYTES["cuda"] // (4 * vocab)
         if tokens <= chunk_rows and setting.counted > 0.5:
             logits = float(tokens * vocab)
             saved["rows"] = float(width * tokens * d_out)
@@ -325,7 +324,7 @@ class _StackStages:
     def _fused_loss(self, saved: dict[str, float], vocab: int, d_out: int, grads: float) -> StepStage:
         """The fused kernel overwrites the bf16 logits of the padded vocabulary by their gradient; two are saved."""
         setting, rows = self.setting, self.tokens * self.setting.counted
-        padded = -(-vocab // ALIGNMENT) * ALIGNMENT
+        padded = -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         weight, at_once = 2.0 * padded * d_out, min(rows, setting.logit_bytes / (2 * padded))
         saved["slopes"] = 2.0 * self.tokens * d_out + weight
         largest = 2.0 * at_once * padded + (weight if padded != vocab else 0.0) + 4.0 * rows
@@ -415,7 +414,7 @@ def training_memory(config: ModelConfig, groups: list[ParameterGroup], setting: 
             size = stage.saved.get("input", 0.0) if stage.name.endswith(" attention") else 0.0
         by_part[stage.name] = by_part.get(stage.name, 0.0) + size
     # Fused Adam has no temporaries. Muon holds all updates and directions, and orthogonalises some at a time.
-    temporaries = 8.0 * by_muon + 2.0 * min(by_muon, MUON_AT_ONCE)
+    temporaries = 8.0 * by_muon + 2.0 * min(by_muon, MAX_STACK_ELEMENTS)
     return TrainingMemory(
         **static,
         gradients=4.0 * number,

@@ -216,16 +216,14 @@ def measure_lengths(run: Path) -> dict[str, Any]:
     return {**metrics, "cannot": {f"loss_{n // length}x": why for n, why in refusals.items()}}
 
 
-def losses_by_length(
-    model: Model, tokens: np.ndarray, lengths: list[int], max_tokens: int = _HELD_OUT_TOKENS
-) -> tuple[dict[int, float], dict[int, str]]:
+def losses_by_length(model: Model, tokens: np.ndarray, lengths: list[int]) -> tuple[dict[int, float], dict[int, str]]:
     """Mean −log p of the same tokens in pieces of each length, and the reason where the model refuses a length.
 
     Longer pieces give more context: with a position scheme that extrapolates the loss falls, with others it rises. A
     table of learned positions has no entries beyond the training length, so such a model refuses longer pieces.
     """
     longest = max(lengths)
-    n_pieces = min(max_tokens, len(tokens) - 1) // longest
+    n_pieces = min(_HELD_OUT_TOKENS, len(tokens) - 1) // longest
     if n_pieces < 1:
         raise ValueError(f"{len(tokens):,} held-out tokens are too few for one piece of {longest + 1:,}")
     starts = np.linspace(0, len(tokens) - 1 - longest, n_pieces).astype(np.int64)  # spread over the whole text

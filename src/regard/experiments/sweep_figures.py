@@ -13,7 +13,7 @@ from .sweep_report import TITLES, CellSummary, SweepReport, smaller_is_better
 if TYPE_CHECKING:
     from .ablations import Scaling
     from .bench_attention import AttentionBench
-    from .shootout import ExtrapolationReport, ShootoutReport
+    from .extended_reports import ExtrapolationReport, MechanismReport
 
 # Okabe and Ito's palette, distinguishable with any kind of colour vision.
 BASE, BETTER, WORSE, SAME = "#000000", "#009E73", "#D55E00", "#7A7A7A"
@@ -128,14 +128,14 @@ KINDS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def _marker_style(row: CellSummary, report: ShootoutReport) -> tuple[str, str, str]:
+def _marker_style(row: CellSummary, report: MechanismReport) -> tuple[str, str, str]:
     if row is report.base:
         return BASE, "*", "the base: dot product, sinusoids"
     changed = (word.partition("=")[0].removeprefix("model.") for word in row.cell.words)
     return next((KINDS[name] for name in changed if name in KINDS), (SOFT, "o", "other"))
 
 
-def draw_tradeoff(report: ShootoutReport, file: Path) -> None:
+def draw_tradeoff(report: MechanismReport, file: Path) -> None:
     """Held-out loss against the time and the memory of a step."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 

@@ -48,11 +48,6 @@ _UNUSED_RECURRENT = ("n_heads", "n_kv_heads", "d_head", "d_ff", "positions", "no
 _UNUSED_WITHOUT_NORM = ("norm_place", "norm_eps", "norm_bias")
 _FILES_OF_FINISHED_RUN = ("run.json", "provenance.json", "metrics.jsonl", "evaluation.json")
 _CELL_NAME = re.compile(r"[^\W/\\:]([\w.,=+ ×½¼-]*[^\W/\\:])?")
-# Names of measures in the sweeps and results of earlier versions, and their names now.
-_MOVED_MEASURES = {
-    "regard.experiments.token_by_token:measure": "regard.experiments.sweep_cell:measure_token_by_token",
-    "regard.experiments.extrapolation:losses": "regard.experiments.sweep_cell:measure_lengths",
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class Sweep:
     measures: tuple[str, ...] = ()  # functions ``package.module:name``: directory of a finished run → more metrics
     base_name: str = "base"
     about: str = ""
-    ending: str = ""  # the name of its report in ``ablations.EXTENDED_REPORTS``
+    ending: str = ""  # the name of its report in ``extended_reports.EXTENDED_REPORTS``
     stored: bool = field(default=False, compare=False)  # read from a directory, so nothing that it names is imported
 
     def __post_init__(self) -> None:
@@ -157,7 +152,7 @@ class Sweep:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"])) or "it"
             raise BadModelFile(f"{path} is not a sweep: {where}: {problem['msg']}") from None
-        return replace(sweep, stored=True, measures=tuple(_current_measures(sweep.measures)))
+        return replace(sweep, stored=True)
 
     def write(self, out: Path) -> None:
         """Write into a new directory, or update the same sweep: cells and seeds can be added, settings cannot change.
@@ -196,10 +191,6 @@ class Sweep:
                     f"{file} names the measure {measure!r}, and code named by a stored sweep is never run; "
                     "resume it with regard ablate FILE.toml, the grid it came from"
                 )
-
-
-def _current_measures(measures: Iterable[str]) -> list[str]:
-    return [_MOVED_MEASURES.get(measure, measure) for measure in measures]
 
 
 def check_words(words: Sequence[str]) -> list[str]:
@@ -294,7 +285,7 @@ def read_result(out: Path, cell: str, seed: int) -> dict[str, Any] | None:
         _Result.model_validate_json(json.dumps(result), strict=True)
     except (OSError, BadModelFile, ValidationError):
         return None
-    return {**result, "measures": _current_measures(result["measures"])} if "measures" in result else result
+    return result
 
 
 # ------------------------------------------------------------------------------------- sweeps in TOML files

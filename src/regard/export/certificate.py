@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..attention import MultiHeadAttention
 from ..errors import RegardError
-from ..foundation.checks import check_positive
+from ..foundation.checks import check_not_negative, check_positive
 from ..generation import GenerateConfig
 from ..generation.generate import inference
 from ..hub.gguf_file import NAME as GGUF_FILE
@@ -61,10 +61,7 @@ class Bounds:
     int8_loss: float | None = 0.01  # relative increase of perplexity under int8, on the model's own distribution
 
     def __post_init__(self) -> None:
-        for name in ("max_abs", "times_fp32", "same_text", "delta", "int8_same_text", "int8_loss"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name}={value} must not be negative")
+        check_not_negative(**asdict(self))
 
 
 class BoundBroken(RegardError):
@@ -283,11 +280,11 @@ def _spread(references: list[Reference]) -> float:
     return float(f"{worst:.3g}")
 
 
-def _fp32_error(model: Model, references: list[Reference], n_cases: int = 8) -> float:
-    """Largest difference between the reference logits in float32 and in float64, over the first cases."""
+def _fp32_error(model: Model, references: list[Reference]) -> float:
+    """Largest difference between the reference logits in float32 and in float64, over the first eight cases."""
     exact = copy.deepcopy(model).double()
     worst = 0.0
-    for case, logits in references[:n_cases]:
+    for case, logits in references[:8]:
         source = case.source.double() if case.source.is_floating_point() else case.source
         worst = max(worst, float((full_logits(exact, replace(case, source=source)) - logits).abs().max()))
     return float(f"{worst:.3g}")

@@ -71,11 +71,8 @@ def obstacles(config: ModelConfig) -> list[str]:
     return [f"{name}={getattr(config, name)!r}" for name in wrong]
 
 
-def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None = None) -> None:
-    """Write the model into ``folder``. ``quantization`` stores the weights as int8, int16 or half precision.
-
-    With float32 weights, the precision can still be chosen when the model is opened (``compute_type``).
-    """
+def export_ctranslate2(model: Model, folder: Path) -> None:
+    """Write the model with float32 weights; their precision is chosen when it is opened (``compute_type``)."""
     require_ctranslate2()
     if fields := obstacles(model.config):
         raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
@@ -86,7 +83,7 @@ def export_ctranslate2(model: Model, folder: Path, *, quantization: str | None =
     with torch.no_grad():
         spec = _model_spec(model)
         spec.validate()
-        spec.optimize(quantization=quantization)
+        spec.optimize(quantization=None)
     folder.mkdir(parents=True, exist_ok=True)
     spec.save(str(folder))
 

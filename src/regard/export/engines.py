@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile
+from ..foundation.checks import check_positive
 from ..generation import GenerateConfig, generate
 from ..generation.prompts import default_output_length, fill_empty_rows, pad_prompts, source_tensors
 from ..generation.stop_conditions import decode_after
@@ -129,8 +130,7 @@ class Engine(ABC):
         """
         if isinstance(texts, str):
             raise TypeError("texts is a single string; pass a list of strings")
-        if batch < 1:
-            raise ValueError(f"batch={batch} must be at least 1")
+        check_positive(batch=batch)
         decode = self.tokenizer("target").decode
         rows = [self._encode(text, side) for text in texts]
         limits = [

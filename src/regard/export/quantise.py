@@ -26,10 +26,9 @@ from ..models.components import TokenHead
 from ..text import read_processor
 
 MARK = "regard_quantisation"  # the field of config.json that says how the weights are quantised
-_OLDER_SCHEME: dict[str, Any] = {  # written by older versions
-    **{"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"}
-}
-_SCHEME: dict[str, Any] = {**_OLDER_SCHEME, "columns": "float32 for the largest inputs, one of 64, at least 4"}
+_OLDER_SCHEME = {"kind": "int8", "weights": "symmetric, a scale a row", "inputs": "symmetric, a scale a token"}
+_SCHEME = {**_OLDER_SCHEME, "columns": "float32 for the largest inputs, one of 64, at least 4"}
+_ROWS, _LENGTH = 8, 32  # random tokens or pixels on which the inputs are measured
 _MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -42,7 +41,7 @@ def quantise(model: Model) -> Model:
     return cast(Model, round_in_place(copy.deepcopy(model), _measure_inputs(model)))
 
 
-def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str, Tensor]:
+def _measure_inputs(model: Model) -> dict[str, Tensor]:
     """The largest magnitude of each input of every linear layer, (in,) by the layer's name.
 
     Measured on random tokens or pixels: outlier inputs are caused by the weights, whatever the model reads.
@@ -57,7 +56,7 @@ def _measure_inputs(model: Model, n_rows: int = 8, length: int = 32) -> dict[str
     hooks = [model.get_submodule(name).register_forward_pre_hook(record) for name in sizes]
     try:
         with inference(model):
-            model(*_random_inputs(model, n_rows, length))
+            model(*_random_inputs(model))
     finally:
         for hook in hooks:
             hook.remove()
@@ -74,20 +73,20 @@ def _empty_sizes(model: Model) -> dict[str, Tensor]:
     return sizes
 
 
-def _random_inputs(model: Model, n_rows: int, length: int) -> tuple[Tensor, ...]:
+def _random_inputs(model: Model) -> tuple[Tensor, ...]:
     config, generator, device = model.config, torch.Generator().manual_seed(0), model.device
 
     def tokens(n_tokens: int, longest: int) -> Tensor:
-        ids = torch.randint(n_tokens, (n_rows, min(length, longest)), generator=generator)
+        ids = torch.randint(n_tokens, (_ROWS, min(_LENGTH, longest)), generator=generator)
         if config.bos_id is not None:
             ids[:, 0] = config.bos_id
         return ids.to(device)
 
     dtype = next(model.parameters()).dtype
     if config.source == "image":
-        source = torch.randn(n_rows, config.n_channels, config.image_size, config.image_size, generator=generator)
+        source = torch.randn(_ROWS, config.n_channels, config.image_size, config.image_size, generator=generator)
     elif config.source == "regions":
-        source = torch.randn(n_rows, length, config.d_region + config.d_box, generator=generator)
+        source = torch.randn(_ROWS, _LENGTH, config.d_region + config.d_box, generator=generator)
     else:
         source = tokens(config.vocab_size, config.max_len)
     source = source.to(device, dtype) if source.is_floating_point() else source

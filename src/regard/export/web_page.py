@@ -46,9 +46,7 @@ _CONFIG = (
 _NOT_SHIPPED = ("page/compare.mjs", f"page/{WORKER}")
 
 
-def export_web(
-    model: Model, folder: Path, *, int8: bool = False, runtime: str | Path | None = None, name: str | None = None
-) -> dict[str, Any]:
+def export_web(model: Model, folder: Path, *, int8: bool = False, runtime: str | Path | None = None) -> dict[str, Any]:
     """Write the page of a float32 model into an empty folder and return the contents of page.json.
 
     ``int8`` rounds matrices and token tables; ``runtime`` is a ``node_modules`` folder with the libraries.
@@ -79,7 +77,7 @@ def export_web(
     page = {
         "regard_page": _VERSION,
         "weights": "int8" if int8 else "float32",
-        **_describe(model, name),
+        **_describe(model),
         "config": page_config(model),
         "attention": attention,
         "tokenizers": tokenizers,
@@ -116,7 +114,7 @@ def page_config(model: Model) -> dict[str, Any]:
     return {**fields, **lengths, **counts, "embedding_norm": has_norm}
 
 
-def _describe(model: Model, name: str | None) -> dict[str, Any]:
+def _describe(model: Model) -> dict[str, Any]:
     """What the served explorer tells about a model, its class names, vocabularies and image preprocessing."""
     from ..web.served_models import name_models
 
@@ -129,11 +127,8 @@ def _describe(model: Model, name: str | None) -> dict[str, Any]:
         for side, tokenizer in (("source", source), ("target", target))
     }
     image = None if processor is None or processor.image is None else processor.image
-    about = served.to_dict()
-    if name is not None:
-        about |= {"id": name, "name": name}
     return {
-        "model": about,
+        "model": served.to_dict(),
         "spells_examples": served._spells_examples,
         "classes": class_names(model) if model.config.head == "classify" else [],
         "vocabulary": vocabulary,

@@ -15,17 +15,17 @@ def check_positive(**sizes: int | float | None) -> None:
             raise ValueError(f"{name}={size} must be at least 1")
 
 
-def check_not_negative(**sizes: int) -> None:
-    """Raise ValueError for a count below 0."""
+def check_not_negative(**sizes: int | float | None) -> None:
+    """Raise ValueError for a number below 0; None passes."""
     for name, size in sizes.items():
-        if size < 0:
+        if size is not None and not size >= 0:  # refuses NaN too
             raise ValueError(f"{name}={size} must not be negative")
 
 
-def check_probability(**values: float) -> None:
-    """Raise ValueError for a value outside [0, 1), such as a dropout rate."""
+def check_probability(**values: float | None) -> None:
+    """Raise ValueError for a value outside [0, 1), such as a dropout rate; None passes."""
     for name, value in values.items():
-        if not 0 <= value < 1:
+        if value is not None and not 0 <= value < 1:
             raise ValueError(f"{name}={value} must lie in [0, 1)")
 
 

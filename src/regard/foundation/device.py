@@ -1,9 +1,11 @@
-"""The choice of the device: what ``auto`` means, and an error for a device that is not available."""
+"""The choice of the device: what ``auto`` means, errors for devices that are not available, and whether Triton is."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
@@ -11,6 +13,8 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+HAS_TRITON = find_spec("triton") is not None
+TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # its interpreter runs kernels on a CPU
 DEVICES = ("auto", "cpu", "cuda", "mps")
 """The valid names of devices; ``cuda:1`` selects one of several GPUs."""
 

@@ -29,7 +29,7 @@ from .weight_steps import Tensors
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER = 16 * 10**6  # bytes; real headers need about 100 per tensor
 _MAX_TENSORS = 100_000  # per file
-_DTYPES: dict[str, torch.dtype] = {
+SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
     **{"BOOL": torch.bool},
@@ -62,11 +62,11 @@ def open_safetensors(path: Path) -> Weights:
         file = safe_open(path, framework="pt")  # kept open: a second open could find another file
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     for name, part in parts.items():
-        if part.get_dtype() not in _DTYPES:
-            dtypes = ", ".join(_DTYPES)
+        if part.get_dtype() not in SAFETENSORS_DTYPES:
+            dtypes = ", ".join(SAFETENSORS_DTYPES)
             raise BadModelFile(f"{path}: {name} has dtype {part.get_dtype()}; regard reads {dtypes}")
     layout = {
-        name: torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
+        name: torch.empty(part.get_shape(), dtype=SAFETENSORS_DTYPES[part.get_dtype()], device="meta")
         for name, part in parts.items()
     }
 

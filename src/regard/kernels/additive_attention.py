@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_tiles import INTERPRETED, LN_2, LOG2_E, LOWEST, keep_tile, key_phases, tanh, visible_tile
+from ..foundation.device import TRITON_INTERPRETED
+from .attention_tiles import LN_2, LOG2_E, LOWEST, keep_tile, key_phases, tanh, visible_tile
 from .flash_ops import Options, padded_width, plan_strides, with_plan
 
-_BLOCK, _WARPS = (32, 4) if INTERPRETED else (64, 4)
+_BLOCK, _WARPS = (32, 4) if TRITON_INTERPRETED else (64, 4)
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def _flags(q: Tensor, v: Tensor, o: Options) -> dict[str, Any]:
         "N_HEADS": q.shape[1], "REP": q.shape[1] // v.shape[1], "E": q.shape[3], "DV": v.shape[3],
         "LENGTHS": o.lengths is not None, "DOCS": o.q_docs is not None, "PLAN": o.row_plan is not None,
         "LEFT": o.left >= 0, "RIGHT": o.right >= 0,
-        "DROPOUT": o.dropout > 0, "FAST": q.element_size() == 2 and not INTERPRETED, "BLOCK": _BLOCK,
+        "DROPOUT": o.dropout > 0, "FAST": q.element_size() == 2 and not TRITON_INTERPRETED, "BLOCK": _BLOCK,
         "BLOCK_V": padded_width(v.shape[3]), "num_warps": _WARPS,
     }  # fmt: skip
 

@@ -8,17 +8,17 @@ only in "edge" blocks: a "clear" block is fully visible and, with a table, beyon
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter on a CPU, for which tiles are small
+from ..foundation.device import TRITON_INTERPRETED
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 # The initial running maximum m; finite, so that a fully masked row gives exp2(-inf - m) = 0 and not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
-STRIP_ROWS: tl.constexpr = tl.constexpr(32 if INTERPRETED else 128)  # largest block of queries or keys with a table
+# The largest block of queries or keys with a table.
+STRIP_ROWS: tl.constexpr = tl.constexpr(32 if TRITON_INTERPRETED else 128)
 
 
 @triton.jit

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..foundation.autograd import first_derivative_only
+from ..foundation.device import TRITON_INTERPRETED
 from . import flash_attention as kernels
-from .attention_tiles import INTERPRETED, STRIP_ROWS, table_strip
+from .attention_tiles import STRIP_ROWS, table_strip
 
-PLAN_BLOCK = 32 if INTERPRETED else 64  # queries and keys per block of a sparse plan
+PLAN_BLOCK = 32 if TRITON_INTERPRETED else 64  # queries and keys per block of a sparse plan
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ TILES: dict[tuple[str, int], tuple[int, int, int, int]] = {
 
 def tile_sizes(kernel: str, q: Tensor, v: Tensor, o: Options) -> tuple[int, int, int, int]:
     """(BLOCK_M, BLOCK_N, warps, stages) of a kernel: "forward", "queries" or "keys"."""
-    if INTERPRETED:
+    if TRITON_INTERPRETED:
         return 32, 32, 4, 1
     width = max(q.shape[-1], v.shape[-1])
     if q.element_size() > 2:

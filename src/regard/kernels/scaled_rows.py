@@ -3,22 +3,21 @@
 
 A row in fp8 is divided by its largest number, which is known only at its end; compiled torch operations therefore read
 a wide row twice and compute the activation twice. Here a program holds a whole row. A kernel that runs over gradients
-also sums them over rows: the gradient of a bias. ``training.row_operators`` has the same in torch operations.
+also sums them over rows: the gradient of a bias. ``training.fused_layers`` has the same in torch operations.
 
 GPUs before Ada have no e4m3: for them Triton compiles no kernel with an argument of that type, even if it is not used.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_PROGRAMS = 4 if INTERPRETED else 8  # per multiprocessor, of kernels that sum over rows
+from ..foundation.device import TRITON_INTERPRETED
+
+_PROGRAMS = 4 if TRITON_INTERPRETED else 8  # per multiprocessor, of kernels that sum over rows
 
 
 @triton.jit

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..foundation.autograd import first_derivative_only
+from ..foundation.device import TRITON_INTERPRETED
 from . import xl_kernels as kernels
-from .attention_tiles import INTERPRETED
 from .flash_ops import Options, document_ranges, padded_width, phases_over_keys, phases_over_rows, rows_contiguous
 
 _MOST_BYTES = 384 << 20  # size limit of a chunk's weights, and of its dS
-_LEAST_ROWS, _MOST_ROWS = (16, 32) if INTERPRETED else (512, 2048)
+_LEAST_ROWS, _MOST_ROWS = (16, 32) if TRITON_INTERPRETED else (512, 2048)
 
 # (warps, stages) of a kernel in half precision with heads of at most 64; tuned on an H200.
 _LAUNCH = {"forward": (4, 3), "rows": (4, 2), "keys": (4, 3), "distances": (4, 3)}
@@ -39,7 +39,7 @@ class _Chunk(NamedTuple):
 
 def _block_size(q: Tensor, v: Tensor) -> int:
     """Queries and keys per tile."""
-    if INTERPRETED:
+    if TRITON_INTERPRETED:
         return 16
     width = max(q.shape[3], v.shape[3])
     if q.element_size() == 2:

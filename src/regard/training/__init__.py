@@ -2,8 +2,7 @@
 
 from .back_translation import back_translate
 from .distillation import distill
-from .evaluation import evaluate
-from .evaluation_report import EvaluationReport
+from .evaluation import EvaluationReport, evaluate
 from .loop import StepRecord
 from .tasks import Task
 from .trainer import TrainResult, resume, train

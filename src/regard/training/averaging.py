@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import silence_warnings
 from ..foundation.checks import check_probability
+from ..foundation.device import widest_float
 from ..models import Model
 from .shards import shard_like
 
@@ -94,8 +95,7 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             elif count:
                 total[name] += value
             else:
-                wide = torch.float32 if value.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
-                total[name], dtypes[name] = value.detach().to(wide, copy=True), value.dtype
+                total[name], dtypes[name] = value.detach().to(widest_float(value.device), copy=True), value.dtype
         count += 1
     if not count:
         raise ValueError("there is no state to average")

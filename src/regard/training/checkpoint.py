@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BadModelFile, RegardError
-from ..foundation.checks import check_positive
+from ..foundation.checks import check_not_negative, check_positive
 from ..foundation.files import fsync, remove_abandoned, replace_directory, resolve_inside, write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..hub.manifest import NAME as MANIFEST
@@ -125,8 +125,7 @@ class Checkpoints:
 
     def write(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Write the checkpoint of a step. On return it is complete and on disk; if it raises, nothing has changed."""
-        if step < 0:
-            raise ValueError(f"step={step} must not be negative")
+        check_not_negative(step=step)
         if fault := _not_json(dict(state), "state"):
             raise ValueError(fault)
         for name, x in tensors.items():

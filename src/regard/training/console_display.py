@@ -106,13 +106,13 @@ def pad_to_width(text: str, width: int) -> str:
     return text + " " * (width - text_width(text))
 
 
-def format_pairs(values: dict[str, Any], width: int, indent: str = GAP) -> list[str]:
+def format_pairs(values: dict[str, Any], width: int) -> list[str]:
     """One line per name and value, with the values aligned."""
     names = [localise(printable(str(name)).replace("_", " ")) for name in values]
     widest = max(map(text_width, names), default=0)
     room = width - widest - 2 * len(GAP)
     return [
-        f"{indent}{pad_to_width(name, widest)}{GAP}{clip_to_width(localise(format_value(value)), room)}"
+        f"{GAP}{pad_to_width(name, widest)}{GAP}{clip_to_width(localise(format_value(value)), room)}"
         for name, value in zip(names, values.values(), strict=True)
     ]
 

@@ -23,7 +23,7 @@ from ..models import Model
 from ..models.components import TokenHead
 from ..text.processor import Processor
 from ..text.tokenizer import MarianTokenizer, Tokenizer
-from .optimiser import joined_rows
+from .optimiser import joined_matrices
 
 # The pooler is part of the encoder or of the classifier, depending on the head.
 _ALSO_CALLED = (("classifier.pooler.", "pooler."), ("pooler.", "classifier.pooler."))
@@ -191,9 +191,8 @@ def _differences(there: Model, model: Model, fields: Sequence[str]) -> dict[str,
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _first_names(names: Sequence[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -426,6 +425,6 @@ def _find_layers(model: nn.Module, targets: Sequence[str]) -> list[_AdaptedLayer
 
 def _parts(owner: nn.Module, attribute: str, layer: nn.Linear) -> dict[str, slice]:
     """The matrices joined in a weight, by name, with their rows."""
-    sizes = joined_rows(owner).get(attribute, {"whole": layer.out_features})
+    sizes = joined_matrices(owner).get(attribute, {"whole": layer.out_features})
     ends = itertools.accumulate(sizes.values())
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}

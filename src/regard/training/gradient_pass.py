@@ -1,4 +1,8 @@
-"""A forward and a backward pass over a batch; for a small model on a GPU, as a CUDA graph.
+"""A forward and a backward pass over a batch: on a bf16 copy of the model, as a CUDA graph, and where numbers break.
+
+Autocast keeps one set of weights, converts it in every pass, and keeps the residual stream in fp32. Here, as in mixed
+precision by Micikevicius et al. (2018), the model keeps fp32 "master" weights, which are trained, averaged and saved,
+and a bf16 copy runs the passes: half the bytes in every pass, and one conversion per step.
 
 A pass of a small model is several hundred kernels of a few microseconds each, and the GPU waits for Python to launch
 them. When batches have one shape, the pass is therefore captured once and replayed on the same addresses.
@@ -6,18 +10,23 @@ them. When batches have one shape, the pass is therefore captured once and repla
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import first_line
+from ..errors import RegardError, first_line
 from .compilation import SMALL_FLOPS
+from .fused_layers import fuse_layers, use_fp8
 from .loss import Batch, Objective, batch_loss
+from .parallel import Group
 from .precision import Precision
-from .working_weights import WorkingWeights
+from .shards import local
 
 _WARMUP_PASSES = 2  # passes per shape before capture: they load kernels and choose algorithms
 _MAX_SHAPES = 4  # with more batch shapes than this, capturing does not pay off
@@ -113,3 +122,115 @@ class CapturedPass:
         for p, gradient in self._gradients:
             p.grad = gradient
         return self._loss.clone()
+
+
+# ------------------------------------------------------------------------------------- working weights
+
+
+def uses_working_weights(precision: Precision, group: Group) -> bool:
+    """True for bf16 and fp8 on a single GPU. A CPU, fp16 (with its scaled loss) and several GPUs use autocast."""
+    return precision.dtype == torch.bfloat16 and precision.device.type == "cuda" and not group.is_distributed
+
+
+def working_weights(objective: Objective, precision: Precision, group: Group) -> WorkingWeights | None:
+    """The working weights of a run; None if it computes with autocast or in fp32."""
+    if uses_working_weights(precision, group):
+        return WorkingWeights(objective, precision.dtype, fp8=precision.name == "fp8")
+    if precision.name == "fp8":
+        raise RegardError("train.precision=fp8 needs a single GPU; train.precision=bf16 trains on several")
+    return None
+
+
+class WorkingWeights:
+    """``objective`` is the given one over a copy of its model, with fp32 parameters converted to ``dtype``.
+
+    Feed-forward networks and projections to heads are fused. With ``fp8``, they, the other linear layers that gain from
+    it and the head compute their products in eight bits. Buffers, tokenizers and the reference model are shared with
+    the original; tied parameters stay tied.
+    """
+
+    def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> None:
+        model = objective.model
+        self._pairs = [(p, _half(p, dtype)) for p in model.parameters() if p.dtype == torch.float32]
+        memo: dict[int, Any] = {id(shared): shared for shared in (model.processor, model.provenance, *model.buffers())}
+        memo |= {id(own): half for own, half in self._pairs}
+        copied = copy.deepcopy(model, memo)
+        for stack in copied.stacks():
+            fuse_layers(stack, fp8)
+            if fp8:
+                use_fp8(stack)
+        if fp8 and copied.head is not None:
+            copied.head.fp8 = True
+        self.objective = Objective(copied, objective.smoothing, objective.loss, objective.reference)
+        self.objective.train()
+
+    @torch.no_grad()
+    def hand_over_gradients(self) -> None:
+        """Add the gradients of the working weights to the fp32 gradients of the model, then clear them."""
+        pairs = [(own, half.grad) for own, half in self._pairs if half.grad is not None]
+        wide = [torch.empty_like(own) for own, _ in pairs]
+        torch._foreach_copy_(wide, [grad for _, grad in pairs])
+        for (own, _), grad in zip(pairs, wide, strict=True):
+            own.grad = grad if own.grad is None else own.grad.add_(grad)
+        for _, half in self._pairs:
+            half.grad = None
+
+    def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters of the model that have a gradient, each with that gradient."""
+        return [(own, own.grad) for own, _ in self._pairs if own.grad is not None]
+
+    def forget_gradients(self) -> None:
+        """Clear the gradients of the model and of the working weights."""
+        for own, half in self._pairs:
+            own.grad = half.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the current weights of the model: after each optimiser step, and after loading a checkpoint."""
+        torch._foreach_copy_([half.detach() for _, half in self._pairs], [own.detach() for own, _ in self._pairs])
+
+
+def _half(p: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad)
+
+
+# ------------------------------------------------------------------------------------- values that are not finite
+
+
+def broken_output(objective: nn.Module, batch: Batch) -> str | None:
+    """The first layer whose output is not finite for this batch; None if all are finite.
+
+    The weights and the seeds must be those of the pass that failed.
+    """
+    broken: list[str] = []
+
+    def note_broken(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor) and first.is_floating_point() and not _finite(first):
+            broken.append(name)
+
+    with ExitStack() as hooks:
+        for name, module in objective.named_modules():
+            if name and not any(True for _ in module.children()):
+                hooks.callback(module.register_forward_hook(partial(note_broken, name)).remove)
+        with torch.no_grad():
+            objective(batch)
+    return f"the output of {_short(broken[0])}" if broken else None
+
+
+def broken_gradient(objective: nn.Module) -> str | None:
+    """The parameters whose gradient, or this process's shard of it, is not finite; None if all are finite."""
+    grads = {name: local(p.grad) for name, p in objective.named_parameters() if p.grad is not None}
+    broken = [_short(name) for name, grad in grads.items() if not _finite(grad)]
+    if not broken:
+        return None
+    # The backward pass runs from the end of the model to its beginning, so the last parameter broke first.
+    return f"the gradient of {broken[-1]}" + (f" and {len(broken) - 1} before it" if len(broken) > 1 else "")
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("module.").removeprefix("model.").replace("_orig_mod.", "")

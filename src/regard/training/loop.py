@@ -22,16 +22,17 @@ from ..foundation.jsonio import wrong_values_as_bad_file
 from ..models import Model
 from .averaging import Ema
 from .checkpoint import Checkpoint, Checkpoints, first_non_finite
-from .gradient_pass import GradientPass
+from .gradient_pass import GradientPass, WorkingWeights, broken_gradient, broken_output
 from .loss import Batch, Objective
 from .optimiser import Optimiser, Schedule
 from .parallel import Group, clip_grad_norm, gather_parameters, gradient_sync
 from .precision import Precision
 from .reporter import Reporter
 from .shards import is_sharded
-from .signals import Interrupted, Signals, broken_gradient, broken_output
+from .signals import Interrupted, Signals
 from .tasks import Task
-from .working_weights import WorkingWeights
+
+_AHEAD = 4  # batches that are prepared in advance
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class StepRecord:
 
 
 class Prefetch(AbstractContextManager["Prefetch"]):
-    """``batch(number)`` returns ``make(number)`` on the device; on a GPU a thread prepares the next ``ahead`` batches.
+    """``batch(number)`` returns ``make(number)`` on the device; on a GPU a thread prepares the next batches.
 
     A batch is a pure function of its number, so the thread changes no batch.
     """
 
-    def __init__(self, make: Callable[[int], Batch], device: torch.device, ahead: int = 4, stride: int = 1) -> None:
-        self._make, self._device, self._ahead, self._stride = make, device, ahead, stride
+    def __init__(self, make: Callable[[int], Batch], device: torch.device, stride: int = 1) -> None:
+        self._make, self._device, self._stride = make, device, stride
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches") if device.type == "cuda" else None
         self._pending: dict[int, Future[Batch]] = {}
 
@@ -60,7 +61,7 @@ class Prefetch(AbstractContextManager["Prefetch"]):
         """The batch on the device, with its targets counted."""
         if self._pool is None:
             return self._make(number).to(self._device)
-        for ahead in range(number, number + self._stride * self._ahead, self._stride):
+        for ahead in range(number, number + self._stride * _AHEAD, self._stride):
             if ahead not in self._pending:
                 self._pending[ahead] = self._pool.submit(lambda n: self._make(n).with_counts().pin_memory(), ahead)
         return self._pending.pop(number).result().to(self._device)

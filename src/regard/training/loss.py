@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -11,15 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention.triton_backend import HAS_TRITON
 from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
 from ..foundation.autograd import first_derivative_only
+from ..foundation.device import HAS_TRITON, TRITON_INTERPRETED
 from ..models import Model
 from ..models.components import TokenHead
 from ..models.experts import take_router_losses
-from . import fp8_linear
-from .fp8_linear import E4M3
+from .fused_layers import E4M3, E5M2, gradient_product
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,13 +79,12 @@ def shift_targets(target: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
 
 # Largest size of fp32 logits held at once, in bytes; larger ones are computed in chunks of this size. Measured: larger
 # chunks cost a CPU time for fresh memory, smaller ones leave a GPU idle.
-_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
+LOGIT_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 # fp16 cannot represent numbers between 0 and 6e-8. Slopes, at most 1 in size, are multiplied by this power of two
 # before they are rounded to fp16, and the product is divided by it.
 _LIFT = 2.0**15
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_ALIGNMENT = 128  # the fused loss pads the vocabulary to a multiple of this
-_SHARE_OF_MEMORY = 16  # the fused loss holds bf16 logits of at most 1/16 of GPU memory at once
+VOCAB_MULTIPLE = 128  # the fused loss pads the vocabulary to a multiple of this
+SHARE_OF_MEMORY = 16  # the fused loss holds bf16 logits of at most 1/16 of GPU memory at once
 _ROWS_AT_ONCE = {"cuda": 8192}  # rows of logits per chunk in ``token_losses``; 1024 on other devices
 LossFunction = Callable[..., Tensor]  # (model, batch, smoothing) → the sum over the batch's targets
 
@@ -149,7 +146,7 @@ def linear_cross_entropy(
     """
     rows, flat = hidden.flatten(0, -2), targets.flatten()
     device = rows.device.type
-    max_rows = _BYTES.get(device, _BYTES["cuda"]) // (4 * weight.shape[0])
+    max_rows = LOGIT_BYTES.get(device, LOGIT_BYTES["cuda"]) // (4 * weight.shape[0])
     skips_rows = n_counted is not None and 2 * n_counted <= rows.shape[0]  # pays off even for small logits
     autocasts = torch.is_autocast_enabled(device) and rows.dtype != torch.float64  # autocast leaves fp64 alone
     dtype = torch.get_autocast_dtype(device) if autocasts else rows.dtype
@@ -167,7 +164,7 @@ def linear_cross_entropy(
 
 def has_fused_loss(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``kernels.token_loss`` computes the loss of logits in this dtype."""
-    return dtype in (torch.bfloat16, E4M3) and HAS_TRITON and (device.type == "cuda" or INTERPRETED)
+    return dtype in (torch.bfloat16, E4M3) and HAS_TRITON and (device.type == "cuda" or TRITON_INTERPRETED)
 
 
 @torch.library.custom_op("regard::linear_cross_entropy", mutates_args=())
@@ -240,7 +237,7 @@ def _fused_loss(
     from ..kernels.token_loss import LIFT, loss_and_slope
 
     n_rows, n_classes = len(hidden), len(weight)
-    padding = -n_classes % _ALIGNMENT
+    padding = -n_classes % VOCAB_MULTIPLE
     w = F.pad(weight.bfloat16(), (0, 0, 0, padding)) if padding else weight.bfloat16()
     b = None if bias is None else F.pad(bias.bfloat16(), (0, padding))
     for_hidden, for_weight, for_bias = needs
@@ -254,13 +251,13 @@ def _fused_loss(
     for start in range(0, n_rows, size):
         x, y = hidden[start : start + size].bfloat16(), targets[start : start + size]
         logits = F.linear(x, w, b)
-        slope8 = torch.empty_like(logits, dtype=fp8_linear.E5M2) if in_fp8 else None
+        slope8 = torch.empty_like(logits, dtype=E5M2) if in_fp8 else None
         total += loss_and_slope(logits, y, n_classes, IGNORE, smoothing, cap, any(needs), slope8).sum()
         if for_bias:
             d_bias += logits.sum(0, dtype=torch.float32)
         if slope8 is not None:
             scale = torch.full((), 1 / LIFT, device=x.device)
-            d_hidden[start : start + size] = fp8_linear.gradient_product(slope8, w, scale)
+            d_hidden[start : start + size] = gradient_product(slope8, w, scale)
         elif for_hidden:
             torch.mm(logits, w, out=d_hidden[start : start + size])
         if for_weight and n_rows <= size:
@@ -271,10 +268,10 @@ def _fused_loss(
 
 
 def _rows_in_memory(device: torch.device, width: int) -> int:
-    """The number of rows of bf16 logits that fill 1/_SHARE_OF_MEMORY of the GPU."""
+    """The number of rows of bf16 logits that fill 1/SHARE_OF_MEMORY of the GPU."""
     if device.type != "cuda":
         return 1024
-    return max(1024, torch.cuda.get_device_properties(device).total_memory // (_SHARE_OF_MEMORY * 2 * width))
+    return max(1024, torch.cuda.get_device_properties(device).total_memory // (SHARE_OF_MEMORY * 2 * width))
 
 
 def _target_rows(targets: Tensor, n_counted: int | None) -> Tensor | None:

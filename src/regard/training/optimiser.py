@@ -18,7 +18,7 @@ from ..attention import MultiHeadAttention
 from ..attention.biases import Bias
 from ..attention.mechanisms import Additive
 from ..config import TrainConfig
-from ..foundation.checks import check_positive, check_probability
+from ..foundation.checks import check_not_negative, check_positive, check_probability
 from ..layers import FeedForward, VisionEmbeddings
 from ..models.block import Block
 from ..models.experts import ExpertLinear
@@ -30,7 +30,7 @@ Schedule = Callable[[int], float]  # the factor on the peak learning rate at a s
 # maximise the slope at 0 and do not converge to exactly 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 # Most elements orthogonalised in one stack, 128 MiB in bf16: matrices beyond this size fill the device on their own.
-_MAX_STACK_ELEMENTS = 1 << 26
+MAX_STACK_ELEMENTS = 1 << 26
 _FUSED_ON = ("cpu", "cuda", "mps")  # devices with a fused Adam kernel; on a CPU it is 4 to 7 times faster than foreach
 _PEAK = "peak"  # key of a group's peak learning rate, which the schedule's factor multiplies
 
@@ -116,9 +116,7 @@ class Muon(torch.optim.Optimizer):
         steps: int = 5,
         joined: Mapping[Tensor, tuple[int, ...]] | None = None,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if value < 0:
-                raise ValueError(f"{name}={value} must not be negative")
+        check_not_negative(lr=lr, weight_decay=weight_decay)
         check_probability(momentum=momentum)
         check_positive(steps=steps)
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "steps": steps}
@@ -183,7 +181,7 @@ def orthogonal(matrices: list[Tensor], steps: int = 5) -> list[Tensor]:
         by_shape.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(i)
     results: dict[int, Tensor] = {}
     for (shape, dtype, _), indices in by_shape.items():
-        stack_size = max(1, _MAX_STACK_ELEMENTS // max(1, shape.numel()))
+        stack_size = max(1, MAX_STACK_ELEMENTS // max(1, shape.numel()))
         for start in range(0, len(indices), stack_size):
             chunk = indices[start : start + stack_size]
             stacked = newton_schulz(torch.stack([matrices[i] for i in chunk]), steps).to(dtype)
@@ -330,7 +328,7 @@ def build_optimiser(model: nn.Module, train: TrainConfig) -> Optimiser:
 
 def roles(model: nn.Module) -> Iterator[Role]:
     """The role of each parameter that is not frozen; a tied one appears once, under its first name."""
-    rows = {param: sizes for module in model.modules() for param, sizes in _joined_matrices(module)}
+    rows = {param: sizes for module in model.modules() for param, sizes in _joined_parameters(module)}
     layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Block | Gates))
     seen: set[Tensor] = set()
     for path, module in model.named_modules():
@@ -353,18 +351,18 @@ def _is_table(module: nn.Module, own: str) -> bool:
     return isinstance(module, nn.Embedding | VisionEmbeddings) or rows.get(type(module)) == own
 
 
-def _joined_matrices(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+def _joined_parameters(module: nn.Module) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """The parameters of a module that stack several matrices, with the number of rows of each."""
     if isinstance(module, Gates):
         for gates in (module.w_x, module.w_h):
             yield gates, (len(gates) // module.n_gates,) * module.n_gates
-    for attribute, rows in joined_rows(module).items():
+    for attribute, rows in joined_matrices(module).items():
         # A quantised replacement of the layer has no weight parameter.
         if isinstance(weight := getattr(getattr(module, attribute), "weight", None), nn.Parameter):
             yield weight, tuple(rows.values())
 
 
-def joined_rows(module: nn.Module) -> dict[str, dict[str, int]]:
+def joined_matrices(module: nn.Module) -> dict[str, dict[str, int]]:
     """The linear layers of a module that join several matrices: {attribute: {name of the matrix: rows}}."""
     if isinstance(module, MultiHeadAttention):
         q_rows, kv_rows = module.n_heads * module.d_head, module.n_kv_heads * module.d_head

@@ -2,7 +2,7 @@
 
 Mixed precision (Micikevicius et al. 2018): bf16 has the range of fp32. fp16 does not, so the loss is scaled up before
 the backward pass and the gradients are scaled down after it. fp8 is bf16 with linear layers in eight bits
-(``fp8_linear``).
+(``fused_layers``).
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..config import ModelConfig
+from ..foundation.checks import check_positive
 from ..models import Model
 from ..models.model_flops import n_tokens, training_flops
 
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp8"]
-NAMES: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16", "fp8")
+NAMES: tuple[PrecisionName, ...] = get_args(PrecisionName)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -132,8 +133,7 @@ def flops_per_token(config: ModelConfig, length: int, *, source_length: int | No
     For an encoder-decoder, ``length`` is that of the target and ``source_length`` that of the source (None: the same,
     or the patches of the image); the tokens of both sides are counted.
     """
-    if length < 1:
-        raise ValueError(f"length={length} must be at least 1")
+    check_positive(length=length)
     return training_flops(config, length, source_length) / n_tokens(config, length, source_length)
 
 

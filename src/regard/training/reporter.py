@@ -19,6 +19,7 @@ from .console_display import GAP, RunStatus, Style, format_pairs, format_rows, f
 from .journal import TIMINGS, MetricsFile, draw_curves
 from .loggers import LOGGERS, MetricLogger, TensorBoard
 
+_SPAN_S, _FEWEST_MARKS = 20.0, 5  # of the window over which speed is measured
 SHARE_FOR_CURVES = 0.02  # the largest share of a run's time spent drawing curves; the last drawing is always made
 
 
@@ -31,15 +32,14 @@ class Mark(NamedTuple):
 
 
 class Pace:
-    """Speed over the second half of the training time so far, and at most over its last ``span`` seconds.
+    """Speed over the second half of the training time so far, and at most over its last 20 seconds.
 
     Pauses (evaluating, saving) do not count. The first step never counts, and later slow steps (a recompilation for
     another shape) soon leave the window, so that the ETA is reliable early in a run.
     """
 
-    def __init__(self, *, span: float = 20.0, fewest: int = 5, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._span, self._fewest = clock, span, fewest
-        self._start, self._paused = clock(), 0.0
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._start, self._paused = clock, clock(), 0.0
         self._pauses: list[float] = []
         self._marks: deque[Mark] = deque()
         self._last = Mark(0.0, 0, 0)
@@ -68,10 +68,10 @@ class Pace:
         now = self.training()
         self._last = Mark(now, self._last.steps + 1, self._last.tokens + tokens)
         # About 400 marks per window are enough; fast steps do not need one each.
-        if len(self._marks) < self._fewest or now - self._marks[-1].seconds >= self._span / 400:
+        if len(self._marks) < _FEWEST_MARKS or now - self._marks[-1].seconds >= _SPAN_S / 400:
             self._marks.append(self._last)
-        oldest = now - min(self._span, now / 2)
-        while len(self._marks) > self._fewest and self._marks[1].seconds <= oldest:
+        oldest = now - min(_SPAN_S, now / 2)
+        while len(self._marks) > _FEWEST_MARKS and self._marks[1].seconds <= oldest:
             self._marks.popleft()
 
     def per_second(self, unit: Literal["steps", "tokens"]) -> float | None:
@@ -290,13 +290,11 @@ class Reporter(AbstractContextManager["Reporter"]):
             path = Path(path).relative_to(self.out)
         self._console.report_checkpoint(step, str(path))
 
-    def finish(self, summary: dict[str, Any] | None = None) -> None:
-        """End a complete run: draw the curves, print the summary, close."""
+    def finish(self) -> None:
+        """End a complete run: draw the curves and close."""
         if self._active:
             with self.paused("drawing the curves"):
                 self._draw()
-            self._console.close()
-            self._console.say_all(format_pairs(summary or {}, self._console.width))
         self.close()
 
     def close(self) -> None:

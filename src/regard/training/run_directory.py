@@ -159,7 +159,7 @@ class RunDirectory:
             return name
         if path.is_absolute():
             candidates = [Path.cwd() / path.name, root.parent / path.name]
-            with suppress(BadModelFile, KeyError):  # runs of older versions did not record their folder
+            with suppress(BadModelFile):  # runs of older versions did not record their folder
                 candidates.insert(0, Path(os.path.normpath(root / os.path.relpath(path, self.facts["folder"]))))
         else:  # relative to the directory where the run was started, usually a parent of it
             candidates = [folder / path for folder in root.parents]

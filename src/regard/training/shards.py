@@ -22,17 +22,12 @@ from torch import Tensor
 from ..errors import BadModelFile
 from ..foundation.files import resolve_inside
 from ..foundation.jsonio import parse_json, to_json
-from ..hub.hf_directory import raise_shortage
+from ..hub.hf_directory import SAFETENSORS_DTYPES, raise_shortage
 from ..hub.manifest import Entry
 
 INDEX = "index.json"
 _VERSION = 1
-_DTYPES: dict[torch.dtype, str] = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
-    **{torch.bool: "BOOL"},
-}
-_KINDS = {kind: dtype for dtype, kind in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _CHUNK_BYTES = 1 << 24  # bytes written and hashed at a time
 
 
@@ -134,15 +129,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Entry:
     The writer of safetensors copies all tensors in memory first, and its errors drop the message of the system.
     """
     for name, x in tensors.items():
-        if x.dtype not in _DTYPES:
-            raise ValueError(f"{name} is {x.dtype}, which cannot be stored; use {', '.join(map(str, _DTYPES))}")
+        if x.dtype not in _NAMES:
+            raise ValueError(f"{name} is {x.dtype}, which cannot be stored; use {', '.join(map(str, _NAMES))}")
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps every tensor aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in order:
         x = tensors[name]
         start, end = end, end + x.nbytes
-        header[name] = {"dtype": _DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
@@ -171,7 +166,7 @@ class Index:
         tensors = {}
         for name, (shape, dtype, pieces) in sorted(self.tensors.items()):
             entries = [{"file": file, "offset": list(part.offset), "size": list(part.size)} for file, part in pieces]
-            tensors[name] = {"shape": list(shape), "dtype": _DTYPES[dtype], "pieces": entries}
+            tensors[name] = {"shape": list(shape), "dtype": _NAMES[dtype], "pieces": entries}
         return to_json({"regard_checkpoint": _VERSION, "tensors": tensors, "tied": dict(sorted(self.tied.items()))})
 
     @classmethod
@@ -208,7 +203,7 @@ def _stored_tensor(entry: Any) -> StoredTensor:
         if region.overlap(TensorRegion.whole(shape)) != region:
             raise ValueError(f"{region} does not lie in {shape}")
         pieces.append((str(piece["file"]), region))
-    return StoredTensor(shape, _KINDS[entry["dtype"]], tuple(pieces))
+    return StoredTensor(shape, SAFETENSORS_DTYPES[entry["dtype"]], tuple(pieces))
 
 
 class TensorReader:

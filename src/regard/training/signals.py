@@ -1,21 +1,14 @@
-"""Ctrl-C and SIGTERM (the first saves and exits, the second exits at once), and where a value became non-finite."""
+"""Ctrl-C and SIGTERM in a run: the first saves and exits, the second exits at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from contextlib import ExitStack
-from functools import partial
 from types import FrameType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from ..errors import RegardError
-from .loss import Batch
-from .shards import local
 
 
 class Interrupted(RegardError):
@@ -53,42 +46,3 @@ class Signals:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-
-def broken_output(objective: nn.Module, batch: Batch) -> str | None:
-    """The first layer whose output is not finite for this batch; None if all are finite.
-
-    The weights and the seeds must be those of the pass that failed.
-    """
-    broken: list[str] = []
-
-    def note_broken(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor) and first.is_floating_point() and not _finite(first):
-            broken.append(name)
-
-    with ExitStack() as hooks:
-        for name, module in objective.named_modules():
-            if name and not any(True for _ in module.children()):
-                hooks.callback(module.register_forward_hook(partial(note_broken, name)).remove)
-        with torch.no_grad():
-            objective(batch)
-    return f"the output of {_short(broken[0])}" if broken else None
-
-
-def broken_gradient(objective: nn.Module) -> str | None:
-    """The parameters whose gradient, or this process's shard of it, is not finite; None if all are finite."""
-    grads = {name: local(p.grad) for name, p in objective.named_parameters() if p.grad is not None}
-    broken = [_short(name) for name, grad in grads.items() if not _finite(grad)]
-    if not broken:
-        return None
-    # The backward pass runs from the end of the model to its beginning, so the last parameter broke first.
-    return f"the gradient of {broken[-1]}" + (f" and {len(broken) - 1} before it" if len(broken) > 1 else "")
-
-
-def _finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x).all())
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("module.").removeprefix("model.").replace("_orig_mod.", "")

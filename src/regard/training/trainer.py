@@ -33,7 +33,7 @@ from .compilation import Choice, Compiled, choose, compiler_options
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
 from .finetuning import add_lora, freeze, quantise_frozen, start_from, use_language_model
-from .gradient_pass import should_capture
+from .gradient_pass import should_capture, working_weights
 from .initial_model import initial_processor, read_initial_model
 from .loggers import check_loggers
 from .loop import Loop, StepRecord, seed_everything
@@ -54,7 +54,6 @@ from .run_directory import (
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
-from .working_weights import working_weights
 
 Callback = Callable[[StepRecord], None]
 
@@ -167,16 +166,17 @@ def resume(
         if name not in RESUMABLE:
             raise ValueError(f"train.{name} cannot change when a run is resumed; {', '.join(RESUMABLE)} can")
     done, before = max(run.checkpoints().steps(), default=0), run.config.train
-    if restart_schedule:
-        changes |= {"schedule_start": done}
-    recipe = before.with_(**{"stop_at": None, **changes}, out=str(path))
+    recipe = before.with_(**{"stop_at": None, "schedule_start": 0, **changes}, out=str(path))
+    if recipe.steps < done:
+        raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
+    if restart_schedule and recipe.steps == done:
+        raise ValueError(f"a schedule cannot restart: {path} has done its {done} steps; raise train.steps")
+    recipe = recipe.with_(schedule_start=done if restart_schedule else before.schedule_start)
     config = run.config.with_(train=recipe)
     if isinstance(data, Mapping):
         config, data = config.with_(data=absolute_paths(config.data.with_(**data))), None
     if missing := missing_data(config.data, path):
         raise missing
-    if recipe.steps < done:
-        raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
     if recipe.stop_at is not None and recipe.stop_at <= done:
         raise ValueError(f"train.stop_at={recipe.stop_at} is not after the {done} steps that {path} has done")
     with closing(_open_group(recipe)) as group, _progress(style, group):
@@ -186,7 +186,8 @@ def resume(
             raise RegardError(f"{config.data.source} has changed since the run began: {hashes}")
         shared = config.with_(train=_share_batches(recipe, run.facts["machine"]["processes"], group.world))
         with run.lock() if group.is_main else nullcontext():
-            changed = {name: (getattr(before, name), getattr(recipe, name)) for name in changes if name != "stop_at"}
+            names = [name for name in (*changes, "schedule_start") if name != "stop_at"]
+            changed = {name: (getattr(before, name), getattr(recipe, name)) for name in names}
             changed = {name: values for name, values in changed.items() if values[0] != values[1]}
             if group.is_main:
                 run.remove_half_written()
@@ -423,13 +424,12 @@ def _open_new_task(config: RunConfig, source: Source, processor: Processor | Non
 def _choose_precision(config: RunConfig, objective: Objective, flops: float, group: Group, run: RunDirectory) -> Choice:
     """Precision and compilation, chosen once and stored: another choice on resume would round differently."""
     if run.has(CHOICE_FILE):
-        stored = run.json(CHOICE_FILE)  # files of older versions have more fields
+        stored = run.json(CHOICE_FILE)
         choice = Choice(**{each.name: stored[each.name] for each in fields(Choice)})
         if choice.precision not in get_args(PrecisionName) or not isinstance(choice.compile, bool):
             raise BadModelFile(f"{run.root / CHOICE_FILE} does not hold a valid precision and compile setting")
         return choice
-    choice = choose(objective, flops, config.train, group.device)
-    choice = group.broadcast_object(choice)
+    choice = group.broadcast_object(choose(objective, flops, config.train, group.device))
     if group.is_main:
         run.replace_files({CHOICE_FILE: to_json(asdict(choice))})
     group.barrier()

@@ -10,9 +10,8 @@ from .gpt import GPT2, GPT_NEOX, OPT, PHI, STABLELM, STARCODER2
 from .llama import EUROBERT, LLAMA, PHI3
 from .mamba import MAMBA, MAMBA2
 from .modernbert import MODERNBERT
-from .swin import SWIN
 from .t5 import T5
-from .vit import DEIT, DINO, VIT
+from .vit import DEIT, DINO, SWIN, VIT
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, PHI3, GPT_NEOX, PHI, OPT, STARCODER2, STABLELM, MAMBA, MAMBA2),

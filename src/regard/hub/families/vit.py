@@ -1,7 +1,8 @@
-"""Pre-norm encoders of image patches with class tokens.
+"""Pre-norm encoders of image patches.
 
 ViT (Dosovitskiy et al. 2021), DeiT with a second class token for distillation (Touvron et al. 2021), DINOv2 with layer
-scales (Oquab et al. 2023) and with registers (Darcet et al. 2024).
+scales (Oquab et al. 2023) and with registers (Darcet et al. 2024); and Swin (Liu et al. 2021), with windows shifted in
+every other layer and stages between which four patches become one.
 """
 
 from __future__ import annotations
@@ -177,3 +178,71 @@ def _dino_steps(config: ModelConfig) -> list[Step]:
 
 
 DINO = hf.Family(("dinov2", _WITH_REGISTERS), _read_dino, _write_dino, _dino_steps)
+
+
+# --------------------------------------------------------------------------------------------------- Swin
+
+_SWIN_CLASSES = {"SwinModel": "none", "SwinForImageClassification": "classify"}
+_SWIN_FIELDS = hf.field_names("swin")
+_SWIN_QKV = tuple(f"attention.self.{x}" for x in hf.QUERY_KEY_VALUE)
+
+
+def _read_swin(theirs: hf.ForeignFields) -> ModelConfig:
+    theirs.only("use_absolute_embeddings", False)
+    depths, heads = theirs.get("depths", [2, 2, 6, 2]), theirs.get("num_heads", [3, 6, 12, 24])
+    width = theirs.get("embed_dim", 96) * 2 ** (len(depths) - 1)
+    ours = hf.read_fields(theirs, _SWIN_FIELDS) | {"d_model": width, "n_heads": heads[-1]}
+    ours = square_sides(theirs, ours) | {"positions": "window", "class_tokens": 0, "embedding_norm": True}
+    head = hf.read_head(theirs, _SWIN_CLASSES, pooler="none", class_pooler="none")
+    return ModelConfig(
+        **ours,
+        **head,
+        n_layers=sum(depths),
+        stages=tuple(depths),
+        stage_heads=tuple(heads),
+        d_ff=int(width * theirs.get("mlp_ratio", 4.0)),
+        pooling="mean",
+        activation=theirs.activation("hidden_act", "gelu"),
+    )
+
+
+def _write_swin(config: ModelConfig) -> dict[str, Any]:
+    if config.stages is None or config.stage_heads is None:
+        raise ValueError("stages=None: swin needs stages")
+    return {
+        **hf.write_encoder(config, "swin", _SWIN_CLASSES, _SWIN_FIELDS),
+        "embed_dim": config.d_model // 2 ** (len(config.stages) - 1),
+        "depths": list(config.stages),
+        "num_heads": list(config.stage_heads),
+        "mlp_ratio": config.d_ff / config.d_model,
+    }
+
+
+def _swin_steps(config: ModelConfig) -> list[Step]:
+    prefix = "" if config.head == "none" else "swin."
+    steps: list[Step] = [*hf.modules({"classifier": "classifier.out"})] if config.head == "classify" else []
+    steps += hf.modules(
+        {
+            f"{prefix}embeddings.patch_embeddings.projection": "embeddings.patches",
+            f"{prefix}embeddings.norm": "embeddings.norm",
+            f"{prefix}layernorm": "encoder.norm",
+        }
+    )
+    stages = len(config.stages or ())
+    for stage in range(stages):
+        theirs, ours = f"{prefix}encoder.layers.{stage}.", f"encoder.stages.{stage}.blocks.{{i}}."
+        width = config.d_model // 2 ** (stages - 1 - stage)
+        table = "attention.self.relative_position_bias_table"
+        steps += [
+            Rename(f"{theirs}blocks.{{i}}.{table}", f"{ours}attention.position_bias.w"),
+            *hf.modules(_LAYER, f"{theirs}blocks.{{i}}.", ours),
+            *hf.join_modules(
+                [f"{theirs}blocks.{{i}}.{x}" for x in _SWIN_QKV], f"{ours}attention.w_qkv", (width, width, width)
+            ),
+            Rename(f"{theirs}downsample.reduction.weight", f"encoder.merges.{stage}.w.weight"),
+            *hf.modules({f"{theirs}downsample.norm": f"encoder.merges.{stage}.norm"}),
+        ]
+    return steps
+
+
+SWIN = hf.Family(("swin",), _read_swin, _write_swin, _swin_steps)

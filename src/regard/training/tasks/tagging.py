@@ -20,7 +20,7 @@ from ...errors import UsageError
 from ...models import Model
 from ...text.processor import Processor
 from ..loss import Batch
-from ..metrics import label_metrics
+from ..metrics import classification_metrics
 from ..metrics.statistics import Statistics
 from ..precision import Precision
 from .classification import ClassificationTask
@@ -132,7 +132,7 @@ class Tag(ClassificationTask):
         seconds = time.perf_counter() - start
         loss = self.check_finite(float(sums.sum() / max(1, counts.sum())))
         truth = [self._names(x.tags) for x in tagged]
-        metrics = label_metrics.tagging(outputs, truth)
+        metrics = classification_metrics.tagging(outputs, truth)
         each = zip(tagged, truth, outputs, (sums / np.maximum(counts, 1)).tolist(), strict=True)
         results = [
             ExampleResult(x.text, " ".join(true), " ".join(predicted), _accuracy(predicted, true), mean)
@@ -152,7 +152,9 @@ class Tag(ClassificationTask):
         return [self.labels[tag] for tag in tags]
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        return label_metrics.tagging_statistics([x.split(" ") for x in outputs], [x.split(" ") for x in references])
+        return classification_metrics.tagging_statistics(
+            [x.split(" ") for x in outputs], [x.split(" ") for x in references]
+        )
 
     def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
         return Task.paired_statistics(self, ours, theirs, same_tokens=True)  # the loss is per word, not per token

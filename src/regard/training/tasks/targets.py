@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...data.examples import Label, label_text
 from ..loss import label_losses
-from ..metrics import classification_metrics as class_metrics
-from ..metrics import label_metrics
+from ..metrics import classification_metrics
 from ..metrics.statistics import Statistics
 
 
@@ -88,7 +87,7 @@ class OneClass(Target):
     def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
         """The score of an answer is the probability of the true class."""
         predicted, probabilities = logits.argmax(-1).tolist(), logits.softmax(-1)
-        results = class_metrics.classification(predicted, cast(Sequence[int], labels), self.labels)
+        results = classification_metrics.classification(predicted, cast(Sequence[int], labels), self.labels)
         scores = [float(probabilities[i, cast(int, label)]) for i, label in enumerate(labels)]
         document = results.to_dict()
         details = {name: document[name] for name in ("classes", "confusion")}
@@ -97,8 +96,8 @@ class OneClass(Target):
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
         predicted, true = ([self.labels.index(label) for label in each] for each in (outputs, references))
-        macro_f1 = class_metrics.macro_f1_statistics(predicted, true, self.labels)
-        return [class_metrics.accuracy_statistics(predicted, true), macro_f1]
+        macro_f1 = classification_metrics.macro_f1_statistics(predicted, true, self.labels)
+        return [classification_metrics.accuracy_statistics(predicted, true), macro_f1]
 
     def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
         """n / (classes · n of the class) (King & Zeng 2001), as in scikit-learn."""
@@ -129,12 +128,14 @@ class ManyLabels(Target):
         truth, probabilities, predicted = self.tensor(labels), logits.sigmoid(), logits > 0
         scores = torch.where(truth > 0, probabilities, 1 - probabilities).mean(-1).tolist()
         outputs = [self.text(tuple(row.nonzero()[:, 0].tolist())) for row in predicted]
-        results = label_metrics.multi_label(predicted.numpy(), truth.numpy() > 0, self.labels)
+        results = classification_metrics.multi_label(predicted.numpy(), truth.numpy() > 0, self.labels)
         metrics = {"f1": results.macro_f1, "micro_f1": results.micro_f1, "exact": results.exact}
         return Answers(outputs, scores, metrics, {"classes": results.to_dict()["classes"]})
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
-        return label_metrics.multi_label_statistics(*(self._label_matrix(texts) for texts in (outputs, references)))
+        return classification_metrics.multi_label_statistics(
+            *(self._label_matrix(texts) for texts in (outputs, references))
+        )
 
     def _label_matrix(self, texts: Sequence[str]) -> Any:
         rows = [tuple(self.labels.index(name) for name in text.split(";") if name) for text in texts]
@@ -171,11 +172,13 @@ class Number(Target):
     def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
         """The score of an answer is minus its distance from the truth."""
         values, truth = logits[:, 0].double().numpy(), np.asarray(labels, dtype=np.float64)
-        metrics = label_metrics.regression(values, truth).to_dict()
+        metrics = classification_metrics.regression(values, truth).to_dict()
         return Answers([self.text(x) for x in values.tolist()], (-abs(values - truth)).tolist(), metrics, {})
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
-        return label_metrics.regression_statistics(*(np.array([float(x) for x in y]) for y in (outputs, references)))
+        return classification_metrics.regression_statistics(
+            *(np.array([float(x) for x in y]) for y in (outputs, references))
+        )
 
 
 TARGETS: Mapping[str, type[Target]] = {target.problem_type: target for target in (OneClass, ManyLabels, Number)}

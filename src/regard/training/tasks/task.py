@@ -21,11 +21,10 @@ from ...config import DataConfig, Kind, ModelConfig, RunConfig, TrainConfig
 from ...config.data_config import TokenizerKind
 from ...config.train_config import TASK_MODELS
 from ...data.batching import BatchPlan, pad
-from ...data.example_files import ExampleFile
+from ...data.example_files import LARGE, ExampleFile
 from ...data.examples import Chat, Example, ImageExample, Preference, Text, key_of
 from ...data.hashing import stable_key, uniform
 from ...data.packing import IGNORE
-from ...data.source_cache import LARGE
 from ...data.sources import Source
 from ...data.splits import held_out_note, stratified_sample
 from ...data.token_files import Pieces, TokenFile, cached_tokens

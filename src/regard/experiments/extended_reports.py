@@ -105,7 +105,7 @@ def _read_costs(file: Path) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class ShootoutReport(SweepReport):
+class MechanismReport(SweepReport):
     """The sweep's table with two more columns, and a figure of quality against cost."""
 
     costs: dict[str, dict[str, Any]] = field(default_factory=dict)  # ms, mib and device, by cell name
@@ -135,14 +135,14 @@ class ShootoutReport(SweepReport):
         return [*super().conclusions(), *([how] if self.costs else [])]
 
 
-def shootout_report(
+def mechanism_report(
     report: SweepReport, progress: Callable[[str], None] | None = None, measure: bool = True
-) -> ShootoutReport:
-    """Write and return the report of the shoot-out; ``measure``: whether missing step costs are measured."""
+) -> MechanismReport:
+    """Write and return the report of the mechanisms; ``measure``: whether missing step costs are measured."""
     from .sweep_figures import draw_tradeoff
 
     costs = _step_costs(report, progress or (lambda line: None), measure)
-    extended = ShootoutReport(report.sweep, report.out, report.columns, report.rows, costs)
+    extended = MechanismReport(report.sweep, report.out, report.columns, report.rows, costs)
     write_atomic(extended.out / "table.md", extended.markdown().encode())
     if any(row.n_done for row in extended.rows):
         draw_tradeoff(extended, extended.out / "tradeoff.png")
@@ -191,3 +191,10 @@ def extrapolation_report(
     if any(row.n_done for row in extended.rows):
         draw_lengths(extended, extended.out / "lengths.png")
     return extended
+
+
+# Functions that extend the table with more results. The last argument: whether they may measure anything.
+EXTENDED_REPORTS: dict[str, Callable[[SweepReport, Callable[[str], None] | None, bool], SweepReport]] = {
+    "mechanisms": mechanism_report,
+    "extrapolation": extrapolation_report,
+}
