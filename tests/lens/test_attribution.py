@@ -14,7 +14,7 @@ from regard.lens.activations import ActivationRecord, capture
 from regard.lens.capture import attention_sites
 from regard.lens.contributions import token_contributions
 from regard.lens.head_roles import head_roles
-from regard.lens.head_weights import ov_circuit
+from regard.lens.head_weights import copying_scores, ov_circuit
 from regard.lens.interventions import patch, switch_off
 from regard.lens.residual import Place, text_embeddings
 from regard.lens.residual_graph import ResidualGraph
@@ -224,6 +224,8 @@ def test_integers_are_not_taken_for_weights() -> None:
         lambda: ResidualGraph(model),
         lambda: ov_circuit(model, 0, 0),
         lambda: head_roles(model),
+        lambda: copying_scores(model),
+        lambda: capture(model, [[5, 6]], grad=True),
     ):
         with pytest.raises(ValueError, match="int8 weights cannot be split"):
             ask()

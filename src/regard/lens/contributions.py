@@ -140,7 +140,8 @@ def _identity(n: int, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def layer_contributions(record: ActivationRecord, *, layer: int, kind: str | None = None, prompt: int = 0) -> Tensor:
-    """ALTI of one attention with its residual, (T, T): the share of token j in state i. Rows sum to 1.
+    """ALTI of one attention with its residual, (T, T): the share of token j in state i. Rows sum to 1, or to 0 if the
+    parts cancel one another, so that none of them comes closer to the state than 0 does.
 
     For cross-attention (T, S + 1): the shares of the source states, and in the last column that of the state itself.
     """

@@ -146,6 +146,7 @@ def copying_scores(model: Any) -> Tensor:
 
     1: a head raises the logits of the tokens it attends to; −1: it lowers them.
     """
+    check_float_weights(model)
     kinds = attention_sites(model)
     kind = resolve_kind(model, None)
     head = model.head
