@@ -114,15 +114,12 @@ class Mechanism:
 
 
 def tile_gradients(part: object, tile: Tensor, inputs: list[Tensor], d_tile: Tensor) -> list[Tensor]:
-    """Gradients of the inputs of a tile of a mechanism or bias; raises if it reads parameters that are not among them,
-    since those would get none."""
+    """Gradients of the inputs of a mechanism's or bias's tile; raises if it also reads parameters of its own."""
     own = [p for p in part.parameters() if p.requires_grad] if isinstance(part, nn.Module) else []
     grads: tuple[Tensor | None, ...] = torch.autograd.grad(tile, [*inputs, *own], d_tile, allow_unused=True)
     if any(grad is not None for grad in grads[len(inputs) :]):
         name = type(part).__name__
-        raise ValueError(
-            f"{name}.tile reads a parameter of its own: return it from {name}.operands, so that it is trained"
-        )
+        raise ValueError(f"{name}.tile reads a parameter that {name}.operands does not return: it would not be trained")
     return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=False)]
 
 

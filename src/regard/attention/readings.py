@@ -142,8 +142,7 @@ def _step(graph: Weights, distribution: Tensor) -> Tensor:
 
 def _transition_matrix(weights: Weights) -> Weights:
     """Square weights whose rows sum to 1; a fully masked token gets a self-loop."""
-    graph = _square_graph(weights)
-    total = _row_sums(graph)
+    total = _row_sums(graph := _square_graph(weights))
     off = (total - 1).abs()
     if off.max() > 0.02:  # allows for half precision
         worst = float(total.flatten()[off.argmax()])

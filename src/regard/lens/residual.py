@@ -74,9 +74,7 @@ def layer_block(model: Any, stack: str, layer: int) -> Any:
 def check_float_weights(module: nn.Module) -> None:
     """Raise if a module is quantised: its weights are integers without their scales."""
     if any(isinstance(part, Int8Linear) for part in module.modules()):
-        raise ValueError(
-            "int8 weights cannot be split into parts and have no gradients; use the model that was quantised"
-        )
+        raise ValueError("int8 weights cannot be split or differentiated; use the model that was quantised")
 
 
 def check_reads_source(model: Any) -> None:
