@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from regard.attention import attend, explain, masks
 from regard.attention.attention_map import AttentionMap
 from regard.attention.biases import T5Bias
+from regard.attention.mechanisms import Sigmoid
 from regard.attention.readings import flow_to, retrieve, rollout, smoother, stationary, walk
 
 B, H, G, T, D = 2, 4, 2, 13, 6
@@ -195,6 +196,21 @@ def test_rows_of_a_rollout_sum_to_one_where_tokens_see_nothing() -> None:
         assert (rollout(layers)[:, -1, -1] == 1).all()
 
 
+@pytest.mark.parametrize("options", [{"sinks": torch.arange(H).double()}, {"mechanism": Sigmoid(H, T).double()}])
+def test_rows_of_a_rollout_sum_to_one_with_sinks_and_sigmoids(options: dict[str, Any]) -> None:
+    """(A + I) / 2 with rows divided by their sums; a random walk has no such division and says so."""
+    maps, matrices = layers_of(2, mask=masks.causal(), **options)
+    expected = torch.eye(T, dtype=torch.float64).expand(B, T, T)
+    for weights in matrices:
+        mixed = torch.eye(T, dtype=torch.float64) + weights.mean(1).detach()
+        expected = mixed / mixed.sum(-1, keepdim=True) @ expected
+    close(rollout(maps), expected)
+    close(flow_to(maps, [0, T - 1]), expected[:, [0, T - 1]])
+    for read in (lambda: walk(maps[0], 1), lambda: stationary(maps[0])):
+        with pytest.raises(ValueError, match="rows of weights must sum to 1"):
+            read()
+
+
 class Largest(TorchDispatchMode):
     elements = 0
 
@@ -240,6 +256,7 @@ def test_flow_at_length_never_holds_a_matrix() -> None:
             rf"start of shape \(3,\) is not a distribution over {T} tokens",
         ),
         (lambda x: rollout([]), "layers is empty"),
+        (lambda x: rollout([-stochastic(1, 1, 3, 3)]), r"layers\[0\] may have negative weights"),
         (lambda x: rollout([stochastic(1, 1, 3, 3)], 1.5), r"residual=1\.5 must lie in \[0, 1\]"),
         (
             lambda x: rollout([stochastic(3, 3)]),

@@ -14,6 +14,8 @@ import regard
 from regard.attention import Dot, Mechanism
 from regard.attention.attend import attend
 from regard.attention.backends import BACKENDS
+from regard.attention.biases import Bias
+from regard.attention.frame import Frame, Span
 from regard.attention.linear_attention import Linear
 from regard.attention.masks import causal
 from regard.attention.mechanisms import Operands
@@ -169,6 +171,45 @@ def test_a_model_built_with_it_gives_the_same_with_every_backend(own: type[Mecha
         found = unless_refused(functools.partial(model, tokens), backend, own)
         if found is not None:
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+class Weighted(nn.Module, Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def tile(self, q: Tensor, k: Tensor, operands: Operands = ()) -> Tensor:
+        return super().tile(q, k) * (operands[0] if operands else self.w)
+
+
+class Declared(Weighted):
+    def operands(self, frame: Frame) -> Operands:
+        return (self.w,)
+
+
+class Slope(Bias):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
+    def tile(self, rows: Span, cols: Span, frame: Frame, operands: Operands, q: Tensor, k: Tensor) -> Tensor:
+        at = frame.site(rows, cols)
+        return (at.j - at.i) * self.w
+
+
+def test_parameters_that_a_tile_reads_are_trained_or_refused() -> None:
+    heads = [torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    gradients = []
+    for backend in ("reference", "tiled"):
+        own = Declared()
+        attend(*heads, mechanism=own, backend=backend).output.square().sum().backward()
+        gradients.append(own.w.grad)
+    torch.testing.assert_close(*gradients)
+    heads[0].requires_grad_()
+    for options in ({"mechanism": Weighted()}, {"bias": Slope()}):
+        output = attend(*heads, **options, backend="tiled").output  # type: ignore[arg-type]  # one of the two
+        with pytest.raises(ValueError, match=r"tile reads a parameter that \w+\.operands does not return"):
+            output.sum().backward()
 
 
 def test_a_scale_is_the_configs_or_the_classes() -> None:

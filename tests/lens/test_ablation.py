@@ -69,9 +69,14 @@ def test_resampling_takes_one_text_for_all_sites_of_a_row() -> None:
     assert torch.equal(*both)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-1b", "transformer-base", "t5-small", "bert-base-masked", "vit-tiny"])
-def test_shares_of_tokens_sum_to_one_and_follow_the_mask(name: str) -> None:
-    model = small(name)
+NAMES = ["gpt2", "llama-1b", "transformer-base", "t5-small", "bert-base-masked", "vit-tiny"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"), [*((name, {}) for name in NAMES), ("transformer-base", {"residual": False})]
+)
+def test_shares_of_tokens_sum_to_one_and_follow_the_mask(name: str, fields: dict[str, Any]) -> None:
+    model = small(name, **fields)
     record = capture(model, *inputs_of(model.config))
     found = token_contributions(record, prompt=1)
     whole = found.target if found.source is None else torch.cat((found.source, found.target), 1)

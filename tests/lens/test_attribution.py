@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from models.small import inputs_of, small, small_config, source_of
+from regard.attention.mechanisms import General
 from regard.layers.quantised_linear import quantise
 from regard.lens.activations import ActivationRecord, capture
 from regard.lens.capture import attention_sites
 from regard.lens.contributions import token_contributions
 from regard.lens.head_roles import head_roles
-from regard.lens.head_weights import ov_circuit
+from regard.lens.head_weights import copying_scores, ov_circuit
 from regard.lens.interventions import patch, switch_off
 from regard.lens.residual import Place, text_embeddings
 from regard.lens.residual_graph import ResidualGraph
@@ -191,6 +192,11 @@ def test_what_cannot_be_split_is_told() -> None:
     record = capture(model := small("bert-base-masked", mixer="linformer"), *inputs_of(model.config))
     with pytest.raises(ValueError, match="only a score that is a dot product"):
         record.why(layer=0, head=0, row=1, col=1)
+    model = small("gpt2")
+    model.decoder.blocks[1].attention.mechanism = General(4, 6)  # a dot product, but of queries that it projects first
+    with pytest.raises(ValueError, match="only a score that is a dot product"):
+        capture(model, *inputs_of(model.config)).why(layer=1, head=0, row=1, col=1)
+    assert head_roles(model, [[5, 6, 7, 8, 5, 9]]).scores["inhibition"].isnan().all()
 
 
 def test_a_resampler_stands_between_the_decoder_and_the_source() -> None:
@@ -218,6 +224,8 @@ def test_integers_are_not_taken_for_weights() -> None:
         lambda: ResidualGraph(model),
         lambda: ov_circuit(model, 0, 0),
         lambda: head_roles(model),
+        lambda: copying_scores(model),
+        lambda: capture(model, [[5, 6]], grad=True),
     ):
         with pytest.raises(ValueError, match="int8 weights cannot be split"):
             ask()

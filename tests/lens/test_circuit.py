@@ -31,11 +31,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "layer scale": ("gpt2", {"layer_scale": 0.5}),
     "alibi": ("gpt2", {"positions": "alibi"}),
 }
+MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {  # which change queries and keys before they score them
+    "additive": ("gpt2", {"mixer": "additive", "n_kv_heads": 2}),
+    "performer": ("gpt2", {"mixer": "performer", "mixer_size": 8}),
+}
 
 
 @pytest.fixture(params=MODELS, ids=str)
 def model(request: pytest.FixtureRequest) -> Model:
-    name, fields = MODELS[request.param]
+    name, fields = (MODELS | MECHANISMS)[request.param]
     return small(name, **fields).double()
 
 
@@ -105,6 +109,7 @@ def test_an_encoder_decoder_and_an_encoder_have_edges_too() -> None:
             assert any(edge.reader.startswith("cross.") for edge in found.edges)  # only the source differs
 
 
+@pytest.mark.parametrize("model", [*MODELS, *MECHANISMS], indirect=True)
 def test_scores_of_near_prompts_are_what_each_edge_brings(model: Model) -> None:
     with torch.no_grad():  # embeddings that hardly differ: the first order is then all there is
         table = model.token.weight

@@ -72,21 +72,6 @@ def test_all_heads_off_leave_nothing_of_the_memory() -> None:
     assert not torch.equal(run(model, seed=2), run(model, seed=5))
 
 
-def test_a_head_switched_off_by_its_mean_says_the_same_everywhere() -> None:
-    model = small("gpt2")
-    with switch_off(model, [("self", 1, 2)], by="mean"), record(model) as seen:
-        run(model)
-    output = seen.attentions["decoder.blocks.1.attention"][0].output
-    assert output is not None
-    assert torch.equal(output[:, 2], output[:, 2, :1].expand_as(output[:, 2]))
-    with record(model) as before:
-        run(model)
-    whole = before.attentions["decoder.blocks.1.attention"][0].output
-    assert whole is not None
-    torch.testing.assert_close(output[:, 2, 0], whole[:, 2].mean(1))
-    assert torch.equal(output[:, [0, 1, 3]], whole[:, [0, 1, 3]])
-
-
 def test_layers_that_share_their_parameters_are_still_several() -> None:
     shared = small("bert-base-masked", share_layers=True, n_layers=3)
     apart = build(shared.config.with_(share_layers=False)).eval()
@@ -423,7 +408,6 @@ def test_gradients_pass_through_an_intervention() -> None:
             "kind='cross' is not one of the kinds of attention this model has: self",
         ),
         (lambda m: switch_off(m, [("self", 0)]), r"a head is \(kind, layer, number\)"),
-        (lambda m: switch_off(m, [("self", 0, 0)], by="half"), "by='half' is neither"),
         (lambda m: patch(m, {"decoder.blocks.7": torch.zeros(1)}), "the decoder has 2 layers, 0 to 1"),
         (
             lambda m: patch(m, {"encoder": torch.zeros(1)}),

@@ -232,6 +232,15 @@ def test_a_row_that_sees_hidden_columns_alone_is_left_with_nothing() -> None:
     torch.testing.assert_close(view.weights(layer=0, head=0), look.weights(layer=0, head=0))
 
 
+@pytest.mark.parametrize("fields", [{"attention_sinks": True}, {"mixer": "sigmoid"}])
+def test_hidden_columns_leave_a_row_its_sum(fields: dict[str, Any]) -> None:
+    model = small("gpt2", **fields)
+    look = regard.look(model, [1, 5, 6, 7, 5, 9])
+    kept, whole = look.merged(words=False).weights(layer=0, head=0), look.weights(layer=0, head=0)[1:]
+    torch.testing.assert_close(kept.sum(-1), whole.sum(-1))
+    torch.testing.assert_close(kept / kept.sum(-1, keepdim=True), whole[:, 1:] / whole[:, 1:].sum(-1, keepdim=True))
+
+
 def test_patches_are_not_words() -> None:
     look = regard.look(small("vit-tiny"), torch.randn(1, 16, 16))
     view = look.merged(specials=False)

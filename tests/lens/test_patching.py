@@ -58,6 +58,14 @@ def test_a_sweep_is_every_patch_made_alone() -> None:
         assert by_neuron.effects.shape == (2, model.config.d_ff)
 
 
+def test_a_metric_may_be_one_number() -> None:
+    model = small("gpt2")
+    both = prompts(model, 2), prompts(model, 9)
+    expected = patching_sweep(model, *both, logit_difference(model, 1, 2), over="heads")
+    found = patching_sweep(model, *both, lambda logits: (logits[:, -1, 1] - logits[:, -1, 2]).mean(), over="heads")
+    torch.testing.assert_close(found.effects, expected.effects)
+
+
 def test_patching_the_whole_input_brings_all_of_it_back() -> None:
     model = small("gpt2")
     clean, corrupted = prompts(model, 2, 3), prompts(model, 9, 3)

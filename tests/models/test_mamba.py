@@ -14,6 +14,7 @@ from regard.attention.taps import record
 from regard.config import ModelConfig
 from regard.errors import RegardError
 from regard.export.onnx_graphs import graphs_of
+from regard.lens.compare import compare
 from regard.lens.interventions import switch_off
 from regard.models import Model, build
 from regard.training.loss import Batch, Objective
@@ -157,6 +158,16 @@ def test_its_weights_are_in_the_lens() -> None:
     before = model(torch.tensor([tokens]))
     with switch_off(model, [("self", 1, 0)]):
         assert not torch.allclose(model(torch.tensor([tokens])), before)
+
+
+def test_signed_weights_are_no_distribution() -> None:
+    look = regard.look(model_of(), [1, 9, 3, 17, 4, 22])
+    for read in (look.entropy, look.rollout, lambda: look.rollout(rows=[1]), lambda: compare(look, look)):
+        with pytest.raises(ValueError, match="may have negative weights"):
+            read()
+    assert look.patterns().entropy.isnan().all()
+    hidden = look.merged(words=False)  # without the first token, which is special
+    torch.testing.assert_close(hidden.weights(head=0), look.weights(head=0)[1:, 1:])
 
 
 def test_it_trains_with_a_feed_forward_network_beside_it_too() -> None:

@@ -88,6 +88,10 @@ def test_examples_in_memory_and_callbacks(examples: Any, tmp_path: Path) -> None
     with pytest.raises(UsageError, match="again"):
         regard.resume(done.path, steps=3, style="quiet")
     assert regard.resume(done.path, steps=3, data=PAIRS, style="quiet").steps == 3
+    with pytest.raises(BadData, match="does not keep the examples it was given in memory"):
+        regard.evaluate(done.path)
+    with pytest.raises(TypeError, match="data is a list, not a file"):
+        regard.evaluate(done.path, PAIRS)  # type: ignore[arg-type]  # what regard.train takes
 
 
 def test_labels_in_memory(tmp_path: Path) -> None:

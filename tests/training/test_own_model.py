@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard.attention.masks import causal
 from regard.errors import BadModelFile, UsageError
 from regard.layers import TokenEmbedding
+from regard.models import Stack
 from regard.models.build import import_model_class, model_class, model_class_name
 from regard.models.components import TokenHead
 from regard.serving.scheduler import Scheduler
@@ -62,6 +64,17 @@ class GruModel(regard.Model):
     def hidden(self, tokens: Tensor, **options: Any) -> Tensor:
         states: Tensor = self.rnn(self.token(tokens))[0]
         return states
+
+
+class StackModel(GruModel):
+    """A stack over vectors that it makes in its own way."""
+
+    def __init__(self, config: regard.ModelConfig) -> None:
+        super().__init__(config)
+        self.decoder = Stack(config, causal=True)
+
+    def hidden(self, tokens: Tensor, **options: Any) -> Tensor:
+        return self.decoder(super().hidden(tokens), mask=causal())
 
 
 NAME = model_class_name(GruModel)
@@ -126,6 +139,18 @@ def test_an_instance_is_trained_in_place(text: Path, tmp_path: Path) -> None:
     assert model.config.model_class == NAME
     assert not torch.equal(before, model.token.weight)
     assert type(regard.load(tmp_path / "run")) is GruModel
+
+
+def test_a_stack_is_in_the_lens_without_our_embeddings() -> None:
+    config = regard.ModelConfig(architecture="decoder", vocab_size=30, norm_place="pre", **SMALL)
+    record = regard.capture(StackModel(config).eval(), [[5, 6, 7]])
+    attribution = record.logit_attribution(4)
+    assert "embedding" in attribution.parts
+    assert attribution.total == pytest.approx(attribution.logit, abs=1e-5)
+    why = record.why(layer=1, head=0, row=2, col=1)
+    assert why.total == pytest.approx(why.score, abs=1e-5)
+    with pytest.raises(ValueError, match="no attention to look at: it is built with model_class="):
+        regard.look(GruModel(config.with_(model_class=NAME)), [5, 6, 7])
 
 
 def test_it_is_served(run: Path) -> None:

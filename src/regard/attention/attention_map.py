@@ -133,6 +133,17 @@ class AttentionMap:
         return self.shape[1] // self._walk.scoring.mechanism.maps
 
     @property
+    def is_normalised(self) -> bool:
+        """Whether the weights of every row with keys sum to 1: not with sinks, sigmoids or state-space models."""
+        scoring = self._walk.scoring
+        return scoring.mechanism.normaliser in ("softmax", "linear") and scoring.sinks is None
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether weights may be negative, as in state-space models."""
+        return self._walk.scoring.mechanism.normaliser == "none"
+
+    @property
     def dtype(self) -> torch.dtype:
         return self._walk.lse.dtype
 
@@ -255,6 +266,8 @@ class AttentionMap:
     def entropy(self) -> Tensor:
         """-Σ_j A_ij log A_ij of every row in nats, (B, H, T)."""
         walk = self._walk
+        if self.is_signed:
+            raise ValueError(f"{self!r} may have negative weights, which have no entropy")
         if self._kernels is not None:
             return self._kernels.entropy(slice(0, self.shape[2]))
         out = torch.zeros_like(walk.lse)

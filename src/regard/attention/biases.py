@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .frame import ALL, Frame, Span, as_range
-from .mechanisms import Operands, by_group, by_head
+from .mechanisms import Operands, by_group, by_head, tile_gradients
 
 # fmt: off
 __all__ = [
@@ -62,8 +62,7 @@ class Bias(nn.Module):
             tile = self.tile(rows, cols, frame, tuple(inputs[2:]), inputs[0], inputs[1])
             if not tile.requires_grad:
                 return None
-            tile = tile.expand_as(d_tile)
-            grads = torch.autograd.grad(tile, inputs, d_tile, allow_unused=True, materialize_grads=True)
+            grads = tile_gradients(self, tile.expand_as(d_tile), inputs, d_tile)
         for total, grad in zip(d_operands, grads[2:], strict=True):
             total += grad
         return (grads[0], grads[1]) if self.reads_content else None

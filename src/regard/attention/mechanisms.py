@@ -105,12 +105,22 @@ class Mechanism:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, *operands)]
             scores = self.tile(inputs[0], inputs[1], tuple(inputs[2:]))
-            d_q, d_k, *d_operands = torch.autograd.grad(scores, inputs, d_scores)
+            d_q, d_k, *d_operands = tile_gradients(self, scores, inputs, d_scores)
         return d_q, d_k, tuple(d_operands)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """The full score matrix of unprepared q and k, in O(T · S) memory."""
         return self.tile(self.queries(q), self.keys(k), self.operands(Frame.of(q, k)))
+
+
+def tile_gradients(part: object, tile: Tensor, inputs: list[Tensor], d_tile: Tensor) -> list[Tensor]:
+    """Gradients of the inputs of a mechanism's or bias's tile; raises if it also reads parameters of its own."""
+    own = [p for p in part.parameters() if p.requires_grad] if isinstance(part, nn.Module) else []
+    grads: tuple[Tensor | None, ...] = torch.autograd.grad(tile, [*inputs, *own], d_tile, allow_unused=True)
+    if any(grad is not None for grad in grads[len(inputs) :]):
+        name = type(part).__name__
+        raise ValueError(f"{name}.tile reads a parameter that {name}.operands does not return: it would not be trained")
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, grads, strict=False)]
 
 
 def by_group(x: Tensor, n_groups: int) -> Tensor:

@@ -112,13 +112,15 @@ def rollout(layers: Sequence[Weights], residual: float = 0.5) -> Tensor:
 
         Â_l = residual · I + (1 - residual) · mean_h A_l,h        rollout = Â_L … Â_2 Â_1
 
-    ``layers`` run from first to last. ``flow_to`` computes selected rows in O(T) memory.
+    The rows of Â_l are divided by their sums, which differ from 1 with sinks and sigmoids. ``layers`` run from first to
+    last. ``flow_to`` computes selected rows in O(T) memory.
     """
     graphs = _check_layers(layers, residual)
     identity = _one_hot_rows(slice(None), graphs[0], "rows")
     through = identity.expand(graphs[0].shape[0], -1, -1)  # (B, T, T)
     for graph in graphs:
-        through = residual * through + (1 - residual) * (_mean_of_heads(graph) @ through)
+        mixed = residual * identity + (1 - residual) * _mean_of_heads(graph)
+        through = mixed / mixed.sum(-1, keepdim=True) @ through
     return through
 
 
@@ -127,6 +129,7 @@ def flow_to(layers: Sequence[Weights], rows: Pick, residual: float = 0.5) -> Ten
     graphs = _check_layers(layers, residual)
     flow = _one_hot_rows(rows, graphs[-1], "rows").expand(graphs[-1].shape[0], -1, -1)  # (B, R, T)
     for graph in reversed(graphs):
+        flow = flow / (residual + (1 - residual) * _row_sums(graph).mean(1))[:, None]
         through = _step(graph, flow[:, None].expand(-1, graph.shape[1], -1, -1))  # (B, H, R, T)
         flow = residual * flow + (1 - residual) * through.mean(1)
     return flow
@@ -139,16 +142,31 @@ def _step(graph: Weights, distribution: Tensor) -> Tensor:
 
 def _transition_matrix(weights: Weights) -> Weights:
     """Square weights whose rows sum to 1; a fully masked token gets a self-loop."""
-    if len(weights.shape) < 2 or weights.shape[-1] != weights.shape[-2]:
-        raise ValueError(f"weights of shape {tuple(weights.shape)} are not square; a walk needs T × T")
-    if isinstance(weights, AttentionMap):
-        return weights
-    total = weights.sum(-1)
-    off = torch.where(total == 0, 0, (total - 1).abs())
+    total = _row_sums(graph := _square_graph(weights))
+    off = (total - 1).abs()
     if off.max() > 0.02:  # allows for half precision
         worst = float(total.flatten()[off.argmax()])
         raise ValueError(f"rows of weights must sum to 1, or to 0 if fully masked; one sums to {worst:.3g}")
-    return _add_self_loops(weights)
+    return graph
+
+
+def _square_graph(weights: Weights) -> Weights:
+    """Square weights; a fully masked token gets a self-loop."""
+    if len(weights.shape) < 2 or weights.shape[-1] != weights.shape[-2]:
+        raise ValueError(f"weights of shape {tuple(weights.shape)} are not square; a walk needs T × T")
+    return _add_self_loops(weights) if isinstance(weights, Tensor) else weights
+
+
+def _row_sums(graph: Weights) -> Tensor:
+    """(…, T); 1 for a fully masked token, which has a self-loop."""
+    if isinstance(graph, Tensor):
+        return graph.sum(-1)
+    total = torch.ones(graph.shape[:3], dtype=graph.dtype, device=graph.device)
+    if not graph.is_normalised:
+        total = (graph.lse() == math.inf).to(total)
+        for rows, _, weights in graph.blocks():
+            total[:, :, rows] += weights.sum(-1)
+    return total
 
 
 def _add_self_loops(weights: Tensor) -> Tensor:
@@ -166,7 +184,9 @@ def _check_layers(layers: Sequence[Weights], residual: float) -> list[Weights]:
         sizes, first = ((x.shape[0], x.shape[-1]) for x in (layer, layers[0]))
         if sizes != first:
             raise ValueError(f"layers[{n}] has (batch, length) = {sizes}, but layers[0] has {first}")
-    return [_transition_matrix(layer) for layer in layers]
+        if bool((layer < 0).any()) if isinstance(layer, Tensor) else layer.is_signed:
+            raise ValueError(f"layers[{n}] may have negative weights, which are not shares of tokens")
+    return [_square_graph(layer) for layer in layers]
 
 
 def _mean_of_heads(graph: Weights) -> Tensor:

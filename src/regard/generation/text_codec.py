@@ -78,7 +78,7 @@ class ModelTokenizers:
         ids = split_special_tokens(self.target, replace_surrogates(word))[1]
         if len(ids) == 1 and self.decode([ids[0], ids[0]]).endswith(word) and word:
             return ids[0]
-        reason = f"it is {len(ids)} tokens" if len(ids) > 1 else "the tokenizer does not have it"
+        reason = f"it is split into {len(ids)} tokens" if len(ids) > 1 else "the tokenizer does not have it"
         raise ValueError(f"{word!r} is an unknown token: {reason}")
 
     @cached_property

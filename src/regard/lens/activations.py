@@ -91,6 +91,8 @@ def capture_inputs(
 
     keep_calls  keep q, k and v of every attention; None: only if all positions are kept
     """
+    if grad:
+        check_float_weights(model)
     kept: dict[str, Tensor | RecomputedActivation] = {}
     calls: dict[HookSite, AttentionCall] = {}
     # Computed later, an activation would lack this pass's edits and autograd graph; with positions= it is small anyway.

@@ -235,7 +235,8 @@ def _add_attention_sites(model: Model, capture: Capture) -> Capture:
         if all(site.name in recorded for site in layers)
     }
     if not sites:
-        how = f"mixer={model.config.mixer!r}" if not model.is_recurrent else "alignment='none'"
+        field = "alignment" if model.is_recurrent else "mixer" if model.config.model_class is None else "model_class"
+        how = f"{field}={getattr(model.config, field)!r}"
         raise ValueError(f"this model has no attention to look at: it is built with {how}")
     cols = dict(capture.cols)
     for kind, ((name, call), *_) in sites.items():

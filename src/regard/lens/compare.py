@@ -60,7 +60,7 @@ def compare(
 
 def compare_maps(a: AttentionMap, b: AttentionMap) -> tuple[Tensor, Tensor]:
     """The Jensen–Shannon divergence in bits, averaged over rows, and the largest difference of weights, (H,) each."""
-    _check_shapes(a, b, same_heads=True)
+    _check_maps(a, b, same_heads=True)
     total, largest = torch.zeros(a.shape[1], dtype=torch.float64), torch.zeros(a.shape[1])
     for p, q in _blocks(a, b):
         total += _divergence(p, q)
@@ -73,7 +73,7 @@ def head_distances(a: AttentionMap, b: AttentionMap) -> Tensor:
 
     For two models, whose heads have no common order.
     """
-    _check_shapes(a, b, same_heads=False)
+    _check_maps(a, b, same_heads=False)
     total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
     for p, q in _blocks(a, b):
         for head in range(p.shape[1]):
@@ -90,7 +90,9 @@ def compare_predictions(a: Look, b: Look) -> Tensor:
     return torch.cat([(a.logits(x).softmax(-1) - b.logits(x).softmax(-1)).abs().sum(-1) / 2 for x in spans])
 
 
-def _check_shapes(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
+def _check_maps(a: AttentionMap, b: AttentionMap, same_heads: bool) -> None:
+    if a.is_signed or b.is_signed:
+        raise ValueError("the maps may have negative weights, which have no Jensen–Shannon divergence")
     sizes = [(one.shape[0], *((one.shape[1],) if same_heads else ()), *one.shape[2:]) for one in (a, b)]
     if sizes[0] != sizes[1]:
         names = "batch, heads, rows and columns" if same_heads else "batch, rows and columns"

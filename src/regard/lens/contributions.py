@@ -140,7 +140,8 @@ def _identity(n: int, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def layer_contributions(record: ActivationRecord, *, layer: int, kind: str | None = None, prompt: int = 0) -> Tensor:
-    """ALTI of one attention with its residual, (T, T): the share of token j in state i. Rows sum to 1.
+    """ALTI of one attention with its residual, (T, T): the share of token j in state i. Rows sum to 1, or to 0 if the
+    parts cancel one another, so that none of them comes closer to the state than 0 does.
 
     For cross-attention (T, S + 1): the shares of the source states, and in the last column that of the state itself.
     """
@@ -152,7 +153,7 @@ def layer_contributions(record: ActivationRecord, *, layer: int, kind: str | Non
     before = f"{name.rpartition('.')[0]}.{'after_attention' if kind == 'cross' else 'input'}"
     n_rows = record.inputs.lengths_in(kind)[prompt]
     n_cols = record.inputs.source_lengths[prompt] if kind == "cross" else n_rows
-    x = record[before][prompt, :n_rows].double()
+    x = record[before][prompt, :n_rows].double() * block.residual  # 0 without residual connections
     values = _moved_values(record, kind, layer, prompt)[:, :n_cols].double()
     attention = record.attention(layer=layer, kind=kind).part(batch=prompt)
     module: Any = attention_site(model, kind, layer).owner
@@ -164,8 +165,7 @@ def layer_contributions(record: ActivationRecord, *, layer: int, kind: str | Non
         weights = attention.tile(rows)[0, :, :, :n_cols].double()  # (H, R, S)
         moved = torch.einsum("hrs,hsm->rsm", weights, values)
         moved = _linear_norm(norms.output, moved, bias)
-        parts = _add_residual(moved, x[rows], start, kind == "cross") if block.residual else moved
-        parts = _linear_norm(norms.total, parts)
+        parts = _linear_norm(norms.total, _add_residual(moved, x[rows], start, kind == "cross"))
         whole = parts.sum(1, keepdim=True)
         proximity = (whole.abs().sum(-1) - (whole - parts).abs().sum(-1)).clamp(min=0)
         shares.append(proximity / proximity.sum(-1, keepdim=True).clamp(min=1e-30))

@@ -6,7 +6,7 @@ copying     whether the head's OV circuit copies tokens, see ``lens.head_weights
 mover       the logits that a head adds to the tokens it attends to, relative to the mean of the vocabulary; high for
             the name movers of indirect object identification (Wang et al. 2022)
 inhibition  how far a head shifts the scores of movers from tokens that occur twice in the text to those that occur
-            once, as S-inhibition heads do; defined for texts that have both
+            once, as S-inhibition heads do; defined for texts that have both, and for scores that are dot products
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .look import Look, look
 from .notebook import table_html
 from .patterns import HeadPatterns, nan_to_none
 from .residual import check_float_weights, fold_norm, layer_block, norm_scale, output_matrix
-from .why import split_query
+from .why import has_dot_scores, split_query
 
 # Minimum score of each role.
 LEAST = {"previous": 0.4, "induction": 0.4, "duplicate": 0.4, "sink": 0.6}  # shares of attention
@@ -177,7 +177,8 @@ def _inhibition(record: ActivationRecord, movers: list[tuple[int, int]]) -> Tens
     past = tokens[:-1]
     twice = torch.tensor([tokens.count(token) > 1 for token in past])
     for layer, head in movers:
-        if twice.all() or not twice.any():
+        module = attention_sites(record.model)["self"][layer].owner
+        if twice.all() or not twice.any() or not has_dot_scores(module):
             break
         names, scores = split_query(record, "self", layer, head, -1)  # (writers, S)
         shifts = scores[:, :-1][:, ~twice].mean(1) - scores[:, :-1][:, twice].mean(1)

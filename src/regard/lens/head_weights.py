@@ -146,11 +146,12 @@ def copying_scores(model: Any) -> Tensor:
 
     1: a head raises the logits of the tokens it attends to; −1: it lowers them.
     """
+    check_float_weights(model)
     kinds = attention_sites(model)
     kind = resolve_kind(model, None)
     head = model.head
     is_plain = isinstance(head, TokenHead) and head.transform is None and not model.is_encoder_decoder
-    embed = model.embeddings if is_plain else None
+    embed = getattr(model, "embeddings", None) if is_plain else None
     if not isinstance(embed, Embeddings) or embed.projection is not None:
         raise ValueError("copying scores need a model that reads and predicts tokens of one vocabulary")
     stack = stacks(model)["encoder" if model.is_encoder_only else "decoder"]

@@ -96,19 +96,11 @@ def _head_edit(model: Model, changes: Mapping[Head, OutputChange]) -> SiteEdit:
 
 
 @contextmanager
-def switch_off(model: Model, heads: Iterable[Head], by: str = "zero") -> Iterator[None]:
-    """Ablate heads (kind, layer, head): replace their output by 0, or with by="mean" by its mean over all tokens of the
-    pass (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with ξ_h = 0).
-
-    That mean includes padding, and in a decode step it is the token itself; ``ablate`` has the mean over a data set.
+def switch_off(model: Model, heads: Iterable[Head]) -> Iterator[None]:
+    """Replace the output of heads (kind, layer, head) by 0 (Michel et al. 2019, §2.3: o = Σ_h ξ_h head_h W_o with
+    ξ_h = 0). ``ablation.ablate`` replaces it by its mean over a data set or by that of another text.
     """
-    if by not in ("zero", "mean"):
-        raise ValueError(f"by={by!r} is neither 'zero' nor 'mean'")
-
-    def ablate(call: AttentionCall, x: Tensor) -> Tensor:
-        return torch.zeros_like(x) if by == "zero" else x.mean(1, keepdim=True).expand_as(x)
-
-    with use_edit(_head_edit(model, dict.fromkeys(map(_check_head_name, heads), ablate))):
+    with patch(model, dict.fromkeys(map(_check_head_name, heads), torch.zeros_like)):
         yield
 
 

@@ -216,7 +216,8 @@ class Look:
     def merged(self, *, kind: str | None = None, words: bool = True, specials: bool = False) -> MergedView:
         """The same weights with sub-words joined to words (rows averaged, columns summed).
 
-        With ``specials=False``, special tokens are hidden and the rows renormalised to sum to 1.
+        With ``specials=False``, special tokens are hidden and the rows scaled up to their sums, which are 1 without
+        sinks.
         """
         return MergedView(self, self._kind(kind), words, specials)
 

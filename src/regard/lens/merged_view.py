@@ -53,7 +53,11 @@ class MergedView:
         return {**sizes, "n_rows": len(self.rows), "n_cols": len(self.cols)}
 
     def weights(self, *, layer: int = -1, head: int | None = None, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
-        """The weights (R, C) of merged rows and columns; 0 in a row that attends to hidden columns only."""
+        """The weights (R, C) of merged rows and columns; 0 in a row that attends to hidden columns only.
+
+        Where columns are hidden, the others are scaled up to the sum of the whole row; weights that may be negative are
+        not.
+        """
         if self.is_plain:
             return self._token_weights(layer, head, rows, cols)
         picked_rows, picked_cols = _pick_labels(self.rows, rows, "rows"), _pick_labels(self.cols, cols, "cols")
@@ -64,11 +68,15 @@ class MergedView:
         tile = self._token_weights(layer, head, row_tokens, col_tokens)
         summed = tile.new_zeros(len(tile), len(picked_cols)).index_add_(1, col_of.to(tile.device), tile)
         out = _average_rows(summed, row_of)
-        if not self._hidden:
+        attention = self.look.map(layer=layer, kind=self.kind)
+        if not self._hidden or attention.is_signed:
             return out
-        hidden = self._token_weights(layer, head, row_tokens, self._hidden).sum(1, keepdim=True)
-        left = 1 - _average_rows(hidden, row_of)
-        return torch.where(left > 1e-6, out / left.clamp(min=1e-6), 0.0)  # below 1e-6 is the rounding error of 1 - 1
+        hidden = _average_rows(self._token_weights(layer, head, row_tokens, self._hidden).sum(1, keepdim=True), row_of)
+        total = torch.ones_like(hidden)
+        if not attention.is_normalised:
+            total = _average_rows(self._token_weights(layer, head, row_tokens, ALL).sum(1, keepdim=True), row_of)
+        left = total - hidden
+        return torch.where(left > 1e-6, out * total / left.clamp(min=1e-6), 0.0)  # 1e-6: the rounding error of 1 - 1
 
     def _token_weights(self, layer: int, head: int | None, rows: Pick, cols: Pick) -> Tensor:
         return self.look.weights(layer=layer, head=head, kind=self.kind, rows=rows, cols=cols)

@@ -52,7 +52,7 @@ class HeadPatterns:
     delimiter: Tensor  # weight on special tokens and punctuation
     repeated: Tensor  # weight on earlier occurrences of the query's token
     induction: Tensor  # weight on the tokens that followed earlier occurrences of the query's token
-    entropy: Tensor  # mean over queries, in nats: 0 for one key, log n for n equal weights
+    entropy: Tensor  # mean over queries, in nats: 0 for one key, log n for n equal weights; NaN if weights are signed
     distance: Tensor  # mean distance to the keys, in tokens, or in patches of an image
 
     @property
@@ -190,6 +190,6 @@ def map_patterns(attention: AttentionMap, pairs: Pairs) -> dict[str, Tensor]:
         count = int((eligible[n] & sees_keys).sum())
         if count:
             scores[name] = (sums[n] / count).float()
-    if sees_keys.any():
+    if sees_keys.any() and not attention.is_signed:
         scores["entropy"] = (entropy / int(sees_keys.sum())).float()
     return scores

@@ -74,7 +74,7 @@ def layer_block(model: Any, stack: str, layer: int) -> Any:
 def check_float_weights(module: nn.Module) -> None:
     """Raise if a module is quantised: its weights are integers without their scales."""
     if any(isinstance(part, Int8Linear) for part in module.modules()):
-        raise ValueError("int8 weights cannot be split into parts; use the model that was quantised")
+        raise ValueError("int8 weights cannot be split or differentiated; use the model that was quantised")
 
 
 def check_reads_source(model: Any) -> None:
@@ -193,7 +193,7 @@ def text_embeddings(record: ActivationRecord, place: Place) -> tuple[Embeddings,
     """The vectors whose sum is a token's embedding before its norm; None if the stack does not read text."""
     model: Any = record.model
     is_target = place.stack == "decoder" and model.is_encoder_decoder
-    module = model.target_embeddings if is_target else model.embeddings
+    module = getattr(model, "target_embeddings" if is_target else "embeddings", None)  # your own class may have none
     if not isinstance(module, Embeddings):
         return None
     tokens = record.inputs.tensors[-1 if is_target else 0][place.prompt][None]

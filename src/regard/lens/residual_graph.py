@@ -170,10 +170,13 @@ class ResidualGraph:
             if part.kind == "cross":
                 encoded = record[self.memory[1]].detach().requires_grad_()
                 memory, states = _apply(self.memory[2], encoded), [x, encoded, encoded]
+            call = record.call(layer=part.layer, kind=part.kind)
             qkv = _head_inputs(part.module, read, memory)
-            for point, heads, state in zip(("q", "k", "v"), qkv, states, strict=True):
-                gradient = gradients[f"{part.name}.{point}"]
-                per_head = torch.eye(heads.shape[1], device=x.device)[:, None, :, None, None] * gradient
+            # The recorded gradients are those of what the mechanism has made of the queries and keys.
+            scored = part.module.mechanism.prepare(*qkv, call.mask, call.frame)[:3]
+            for point, plain, heads, state in zip(("q", "k", "v"), qkv, scored, states, strict=True):
+                own = torch.eye(plain.shape[1], device=x.device).repeat_interleave(heads.shape[1] // plain.shape[1], 1)
+                per_head = own[:, None, :, None, None] * gradients[f"{part.name}.{point}"]
                 batched = torch.autograd.grad(heads, state, per_head, is_grads_batched=True, retain_graph=True)[0]
                 rows += batched[:, 0].unbind(0)
         rows += gradients[self.last].unbind(0)
@@ -182,8 +185,9 @@ class ResidualGraph:
 
 def _is_supported(block: Any) -> bool:
     attention = block.attention
-    has_heads = isinstance(attention, MultiHeadAttention) and attention.writes_by_head and not attention.n_global
-    return has_heads and block.ff is not None and block.norm_place == "pre" and block.residual
+    if not isinstance(attention, MultiHeadAttention) or attention.n_global or attention.mechanism.kind == "summary":
+        return False
+    return attention.writes_by_head and block.ff is not None and block.norm_place == "pre" and block.residual
 
 
 def _apply(norm: Any, x: Tensor) -> Tensor:

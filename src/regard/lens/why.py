@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention import Dot, MultiHeadAttention
-from ..attention.mechanisms import Sigmoid
+from ..attention.mechanisms import Mechanism, Sigmoid
 from ..models.sites import norms_around
 from .capture import attention_site
 from .notebook import table_html
@@ -109,11 +109,19 @@ def split_query(
 def _dot_attention(record: ActivationRecord, kind: str, layer: int, head: int) -> Any:
     """The attention of one layer; raises if its scores are not dot products of projected states."""
     module = attention_site(record.model, kind, layer, head).owner
-    mechanism = module.mechanism if isinstance(module, MultiHeadAttention) else None
-    if not isinstance(mechanism, Dot) or mechanism.kind not in ("dot", "capped", "sigmoid"):
-        raise ValueError("only a score that is a dot product of query and key can be split")
+    if not has_dot_scores(module):
+        raise ValueError("only a score that is a dot product of projected states can be split")
     check_float_weights(record.model)
     return module
+
+
+def has_dot_scores(module: Any) -> bool:
+    """Whether the scores of an attention are dot products of its queries and keys, which no mechanism changes first."""
+    mechanism = module.mechanism if isinstance(module, MultiHeadAttention) else None
+    if not isinstance(mechanism, Dot) or mechanism.kind not in ("dot", "capped", "sigmoid"):
+        return False
+    own = type(mechanism)
+    return own.queries is Mechanism.queries and own.keys is Mechanism.keys
 
 
 def _split_query(

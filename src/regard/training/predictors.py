@@ -18,7 +18,7 @@ from ..data.sources import Source, open_source
 from ..errors import BadData, BadModelFile
 from ..models import Model
 from ..text.processor import Processor, with_special_ids_of
-from .run_directory import RunDirectory, find_run, missing_data
+from .run_directory import IN_MEMORY, RunDirectory, find_run, missing_data
 from .tasks import TASKS, Task, open_task, task_class_of
 
 # Fields of DataConfig that select the examples. The others say how a model reads them and are kept from training.
@@ -110,6 +110,10 @@ def data_config_for(predictor: Predictor, fields: Mapping[str, Any]) -> tuple[Da
     if "source" not in fields:
         if predictor.run is None:
             raise ValueError(f"{predictor.name} is a model directory: data.source=… must name the data to evaluate on")
+        if predictor.config.data.source == IN_MEMORY:
+            raise BadData(
+                f"{predictor.name} does not keep the examples it was given in memory: data.source=… names others"
+            )
         if missing := missing_data(predictor.config.data, predictor.name):
             raise missing
         return DataConfig(**{**trained, **fields}), False

@@ -46,7 +46,7 @@ HeadParam = Annotated[str, Query(pattern=r"^(mean|[0-9]{1,6})$", examples=["0", 
 CellsParam = Annotated[int, Query(ge=1, le=512)]
 PositionParam = Annotated[int, Query(gt=-(2**31), lt=2**31)]
 WordsParam = Annotated[bool, Query(description="join sub-words into words: rows averaged, columns summed")]
-SpecialsParam = Annotated[bool, Query(description="false hides special tokens; rows are renormalised")]
+SpecialsParam = Annotated[bool, Query(description="false hides special tokens; rows keep their sum")]
 
 
 def _head_view(

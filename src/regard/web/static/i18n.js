@@ -39,7 +39,7 @@ const WORDS = {
   "words": ["Whole words", "단어 단위"],
   "specials": ["Special tokens", "특수 토큰"],
   "words.joined": ["A word's row is the mean of its tokens' rows, and its column the sum of their columns.", "단어의 행은 그 토큰들의 평균이고, 열은 그 토큰들의 합입니다."],
-  "specials.hidden": ["Special tokens are hidden; the remaining weights of a row are rescaled to add up to 1.", "특수 토큰을 숨기고, 한 행에 남은 가중치의 합이 다시 1이 되게 맞추었습니다."],
+  "specials.hidden": ["Special tokens are hidden; the remaining weights are rescaled to the sum of the whole row.", "특수 토큰을 숨기고, 남은 가중치의 합을 행 전체의 합에 맞추었습니다."],
   "find": ["Find a token", "토큰 찾기"],
   "error.offline": ["The server does not respond. Is `regard serve` still running?", "서버가 응답하지 않습니다. `regard serve`가 실행 중인지 확인하세요."],
   "error.image": ["Choose an image first.", "먼저 이미지를 골라 주세요."],

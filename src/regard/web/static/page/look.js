@@ -166,20 +166,21 @@ class View {
     this.hidden = isPlain ? [] : cols.map((_, n) => n).filter((n) => !present.has(n));
   }
 
-  /** The weights of a row; if columns are hidden, the others are renormalised. */
+  /** The weights of a row; if columns are hidden, the others are scaled up to the sum of the whole row. */
   weights(layer, head, row) {
     const map = this.maps[layer];
     if (this.isPlain) return map.weights(head, row);
     const [from, to] = this.rows[row].span, out = new Float64Array(this.cols.length);
-    let lost = 0;
+    let lost = 0, total = 0;
     for (let token = from; token < to; token++) {
       const weights = map.weights(head, token);
       this.cols.forEach(({ span: [a, b] }, col) => { for (let n = a; n < b; n++) out[col] += weights[n] / (to - from); });
       for (const n of this.hidden) lost += weights[n] / (to - from);
+      for (const weight of weights) total += weight / (to - from);
     }
-    const left = 1 - lost;
+    const left = total - lost;
     if (!this.hidden.length) return out;
-    return left > 1e-6 ? out.map((weight) => weight / left) : out.fill(0); // anything smaller is rounding error
+    return left > 1e-6 ? out.map((weight) => weight * total / left) : out.fill(0); // anything smaller is rounding error
   }
 
   tile(layer, head, r0, r1, c0, c1) {
