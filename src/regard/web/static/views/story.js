@@ -126,12 +126,20 @@ class Story {
       scores: this.bars(keys.map((key) => ({ text: name(key), value: key.score, said: key.score === null ? t("story.masked") : head.factor === null ? brief(key.score) : equation(key, head.factor) })), true),
       softmax: this.overPicture(this.bars([...keys.map((key) => ({ text: name(key), value: key.weight, said: percent(key.weight) })), ...(head.others ? [{ text: t("story.others", { n: head.others }), value: head.rest, said: percent(head.rest), quiet: true }] : []),
         ...(head.sink === null || head.sink === undefined ? [] : [{ text: t("story.sink"), value: head.sink, said: percent(head.sink), quiet: true }])])),
-      mix: strips([...keys.filter((key) => key.weight > 0.005).sort((a, b) => b.weight - a.weight).slice(0, 4).map((key, i) => [`${i ? "+ " : ""}${key.weight.toFixed(2)} × v ${name(key)}`, key.v.map((v) => v * key.weight)]), [t("story.mixed"), head.output]]),
+      mix: strips(this.mixed(name)),
       heads: this.joined(),
       layer: strips([[t("story.before"), parts.before], [t("story.wrote"), parts.attention], [t("story.between"), parts.between], [`+ ${t("term.cross")}`, parts.cross], [t("story.ff"), parts.ff], [t("story.after"), parts.after]].filter(([, values]) => values)),
       layers: this.bars(layers.map((one) => ({ text: one.layer < 0 ? t("story.input") : t("variant.nth", { l: one.layer + 1 }), value: one.probability, said: `${shown(one.text)}  ${percent(one.probability)}` }))),
       end: this.bars(predictions.map((one) => ({ text: shown(one.text), value: one.probability, said: percent(one.probability) }))),
     };
+  }
+
+  /** The largest weighted values, all others, and their sum: the output of the head. */
+  mixed(name) {
+    const { head: { keys, output } } = this.told, { t } = this.app, most = keys.filter((key) => key.weight > 0.005).sort((a, b) => b.weight - a.weight).slice(0, 4);
+    const rest = output.map((value, n) => most.reduce((left, key) => left - key.weight * key.v[n], value)), left = most.reduce((share, key) => share - key.weight, 1);
+    return [...most.map((key, i) => [`${i ? "+ " : ""}${key.weight.toFixed(2)} × v ${name(key)}`, key.v.map((v) => v * key.weight)]),
+      ...(left > 0.005 ? [[`+ ${t("walk.rest")}`, rest]] : []), [t("story.mixed"), output]];
   }
 
   /** Tokens as chips, of the source and of the written text; the followed one in colour. */
