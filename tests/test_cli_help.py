@@ -281,6 +281,10 @@ def test_doctor_names_versions_devices_and_what_is_missing(
     assert said.endswith("everything the core needs is here\n")
 
 
+def test_an_installed_package_is_found_if_its_module_has_another_name() -> None:
+    assert doctor._extra("serve", {"markdown-it-py": "3.0"}, "the course").state == "ok"
+
+
 @pytest.mark.parametrize(("version", "text"), [(None, "not installed"), ("0.1.2", "older than 0.5")])
 def test_what_the_core_needs_and_lacks_is_a_failure(
     version: str | None, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

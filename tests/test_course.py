@@ -123,6 +123,7 @@ def own_words(logits: Any) -> Any:
             lambda n: [[j <= i for j in range(n)] for i in range(n)],
             "returns a value of type list, where a tensor",
         ),
+        ("3.1", lambda n: torch.ones(n, n).tril(), "returns numbers, where True and False are expected"),
         ("2.1", lambda q, k: q @ k.T / 7, "The numbers differ, most of all at ["),
         ("2.1", lambda q, k: (q @ k.T).flatten(), r"The shape is (15,), where (3, 5) is expected."),
         ("6.1", lambda x, weight, bias: x / 0 * 0, "There is NaN or infinity"),
@@ -220,6 +221,12 @@ def test_a_file_runs_in_a_process_of_its_own_which_ends(state: Path) -> None:
     assert re.fullmatch(r"greedy took longer than 0.5 seconds in line \d+: is there a loop .*", slow.sentence)
     Path("gone.py").write_text("import os\nos._exit(3)\n")
     assert check_file(exercise, Path("gone.py")).sentence == "Python ended before greedy returned (exit code 3)."
+
+
+def test_a_missing_file_is_named_without_another_exercise(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("exercise_3_2.py").touch()
+    assert main(["learn", "check", "3.3"]) == 2
+    assert capsys.readouterr().err == "regard: exercise_3_3.py does not exist; regard learn start 3.3 creates it\n"
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,13 +75,15 @@ def test_colours_are_those_of_the_weights(seen: Look) -> None:
     assert colour_of(1) == colour_of(7) == (0xFD, 0xE7, 0x25)
 
 
-def test_a_long_text_becomes_an_overview_no_wider_than_the_terminal() -> None:
+def test_a_long_text_becomes_an_overview_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     look = regard.look(small("gpt2", max_len=600), torch.randint(31, (500,)))
     lines = drawn(look, width=60, head=0).splitlines()
     assert max(len(line) for line in lines) <= 60
     assert len(lines) < 75
     assert "each block is the mean of several weights" in lines[-1]
     assert [line[:4] for line in lines[-66:-2:16]] == ["  0 ", "128 ", "256 ", "384 "]
+    monkeypatch.setenv("REGARD_LANG", "ko")
+    assert drawn(look, width=60, head=0).splitlines()[-1].strip() == "칸마다 가중치 여러 개의 평균입니다"
 
 
 def test_one_token_alone_can_be_shown() -> None:

@@ -124,6 +124,9 @@ def test_examples_of_files(tmp_path: Path) -> None:
     assert set(found.tags) == {"<0>", "<1>", "<2>"}
     pairs.write_text(pairs.read_text() + "without one\tzonder\n" * 40)  # a tag that only some have is part of the text
     assert examples_of_run(tmp_path / "a").tags == ()
+    pairs.write_text("".join(f"sentence number {n % 80}\tzin nummer {n % 80}\n" for n in range(400)))
+    inputs = examples_of_run(tmp_path / "a").inputs
+    assert len(inputs) == len(set(inputs)) > 1, "nothing is offered twice"
     pairs.unlink()  # what is gone cannot be shown
     assert examples_of_run(tmp_path / "a") == RunExamples()
     assert examples_of_run(tmp_path / "nothing") == RunExamples()

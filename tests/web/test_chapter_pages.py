@@ -40,6 +40,7 @@ def test_every_chapter_is_a_page_whose_links_and_pictures_are_there(client: Test
         for address in re.findall(r'(?:href|src)="(/[^"]*)"', page):
             assert client.get(address).status_code == 200, address
         assert not re.findall(r'href="[^"]*\.md', page)
+        assert ("](watch.md)" in file.read_text("utf-8")) == (f'href="/static/watch/index.html#lang={language}' in page)
     assert 'data-theme="dark"' in client.get(f"/learn/{language}/1?theme=dark").text
 
 

@@ -11,7 +11,7 @@ import torch
 from starlette.testclient import TestClient
 
 import regard
-from generation.spoken import classifier, language_model
+from generation.spoken import classifier, language_model, translator
 from regard.foundation.cancellation import Cancelled, cancel_with
 from regard.lens.activations import ActivationRecord
 from regard.lens.effects import target_tokens, text_losses
@@ -197,6 +197,20 @@ def test_a_story_needs_queries_and_keys() -> None:
     assert sentence == "model 'mamba' has state spaces in place of queries and keys"
 
 
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_a_layer_of_the_story_adds_up(kind: str) -> None:
+    """A decoder's layer adds the outputs of two attentions: a story about one includes the other."""
+    with asking({"pre-norm": translator(norm_place="pre")}) as client:
+        look = opened(client, "pre-norm", target=TARGET)
+        told = asked(client, look, "story", kind=kind, layer=1, head=0, row=2)["block"]
+    before, attention, between, ff, after = (
+        torch.tensor(told[name]) for name in ("before", "attention", "between", "ff", "after")
+    )
+    assert torch.allclose(before + attention, between, atol=1e-5)
+    assert ("cross" in told) == (kind == "self")
+    assert torch.allclose(between + torch.tensor(told.get("cross", 0)) + ff, after, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["speaker", "recurrent"])
 def test_experts_of_a_model_without_any_are_refused(client: TestClient, name: str) -> None:
     look = opened(client, name)
@@ -233,7 +247,7 @@ def test_the_story_s_numbers_are_the_look_s(client: TestClient, models: dict[str
         assert torch.allclose(mixed, torch.tensor(head["output"]), atol=1e-5)
     stack = "encoder" if kind == "encoder" else "decoder"
     block, layer = f"{stack}.blocks.1", told["block"]
-    for part, site in (("before", "input"), ("ff", "ff.output"), ("after", "output")):
+    for part, site in (("ff", "ff.output"), ("after", "output")):
         assert torch.allclose(torch.tensor(layer[part]), record[f"{block}.{site}"][0, row], atol=1e-5)
     if parts := told["embedding"]["parts"]:
         summed = torch.tensor(list(parts.values())).sum(0)

@@ -135,6 +135,7 @@ def test_it_opens_on_the_story_where_the_model_was_least_sure(tab: Tab, seen: Lo
     assert tab.page.inner_text("aside .who") == seen.rows(kind="cross")[unsure].text
     assert tab.weight(unsure, int(weights.argmax())) == pytest.approx(float(weights.max()), abs=1e-5)
     assert "least sure" in tab.page.inner_text("aside")
+    assert tab.page.inner_text("aside .next").startswith("PREDICTED HERE"), "the row is called after what it writes"
     for one in seen.next(unsure, k=3):
         assert as_percent(one.probability) in tab.page.inner_text("aside .next")
     faint, strong = (tab.page.locator(f'.stage svg path[opacity^="{start}"]').count() for start in ("0.0", "0."))
@@ -159,6 +160,13 @@ def test_the_first_map_is_on_the_first_screen(tab: Tab, model: str) -> None:
     for _ in tab.languages():
         matrix = tab.page.locator(".stage .sheet").bounding_box()
         assert matrix["y"] + matrix["height"] <= 900
+
+
+def test_every_tab_is_in_sight(tab: Tab) -> None:
+    tab.page.set_viewport_size(SCREEN)
+    tab.open(model="demo", text=TEXT, beam=2)
+    for _ in tab.languages():
+        assert tab.page.eval_on_selector("nav", "(nav) => nav.scrollWidth <= nav.clientWidth && nav.offsetHeight < 60")
 
 
 def test_layers_and_heads_count_from_1(tab: Tab) -> None:
@@ -211,6 +219,9 @@ def test_the_tail_of_the_next_tokens_is_collapsed(tab: Tab, seen: Look) -> None:
     tab.page.click('[data-do="tail"]')
     tab.settled()
     assert len([text for text in tab.texts() if text.endswith("%")]) == 16
+    tab.open(model="demo", text=TEXT, view="next", position=sure, temperature=3)
+    shares = [*tab.texts(), tab.page.inner_text('[data-do="tail"]').partition(":")[0]]
+    assert sum(float(text[:-1].split()[-1]) for text in shares if text.endswith("%")) == pytest.approx(100, abs=1)
 
 
 # ---- what if

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from generation.spoken import classifier
+from generation.spoken import classifier, language_model
 from regard.data.corpora import open_corpus
 from regard.lens import Look, look
 from regard.models import Model
@@ -23,7 +23,7 @@ STAGES = ["tokens", "vectors", "qkv", "scores", "softmax", "mix", "heads", "laye
 
 @pytest.fixture(scope="module")
 def told(models: dict[str, Model]) -> dict[str, Model]:
-    return {**models, "critic": classifier()}
+    return {**models, "critic": classifier(), "sloping": language_model(positions="alibi")}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,8 @@ def test_the_story_of_a_translator(tab: Tab, seen: Look) -> None:
         assert {label.text for label in seen.cols(kind="cross")} <= set(said(tab, "tokens"))
         shares = [text for text in said(tab, "softmax") if text.endswith("%")]
         assert shares == [as_percent(float(weight)) for weight in weights]
+        rest = 1 - float(weights.topk(4).values.sum())
+        assert any("all others" in text or "나머지 모두" in text for text in said(tab, "mix")) == (rest > 0.005)
         best = seen.next(row, k=6)
         assert [text for text in said(tab, "end") if text.endswith("%")] == [as_percent(x.probability) for x in best]
         assert as_percent(best[0].probability) in tab.page.inner_text('[data-stage="end"] > p')
@@ -61,6 +63,18 @@ def test_the_story_of_a_translator(tab: Tab, seen: Look) -> None:
     assert shown == pytest.approx(
         {label.text: float(w) for label, w in zip(seen.cols(kind="cross"), weights, strict=True)}, abs=1e-6
     )
+
+
+def test_a_bias_of_the_position_is_part_of_the_sum(tab: Tab) -> None:
+    tab.open(model="sloping", text="the cat sat on the mat", view="story", layer=1, head=0, row=4)
+    sums = [text for text in said(tab, "scores") if " = " in text]
+    assert any(" − " in text for text in sums), "ALiBi lowers the scores of keys that are far away"
+    for text in sums:
+        left, right = text.replace(" − ", " + −").replace("−", "-").split(" = ")
+        product, _, bias = left.partition(" + ")
+        dot, factor = map(float, product.split(" × "))
+        assert dot * factor + float(bias or 0) == pytest.approx(float(right), abs=0.03 + 0.005 * abs(dot))
+    assert "divided by √d" not in tab.page.inner_text('[data-stage="scores"] > p')
 
 
 def test_every_stage_opens_its_view_at_the_right_place(tab: Tab, seen: Look) -> None:

@@ -28,7 +28,8 @@ CORE: dict[str, str] = _PACKAGES["core"]  # minimum versions
 EXTRAS: dict[str, tuple[dict[str, str], str]] = {
     name: (extra["packages"], extra["adds"]) for name, extra in _PACKAGES["extras"].items()
 }
-_IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml", "llama-cpp-python": "llama_cpp"}
+_IMPORTED_AS = {"pillow": "PIL", "pyyaml": "yaml", "markdown-it-py": "markdown_it"}
+_IMPORTED_AS |= {"faiss-cpu": "faiss", "llama-cpp-python": "llama_cpp"}
 
 
 @dataclass(frozen=True)

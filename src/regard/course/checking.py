@@ -127,7 +127,7 @@ def same(got: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor):
             return expected.ndim == 0 and isinstance(got, float | int) and same(float(got), expected.item())
-        alike = got.shape == expected.shape
+        alike = got.shape == expected.shape and (got.dtype == torch.bool or expected.dtype != torch.bool)
         return alike and torch.allclose(got.double(), expected.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
     if isinstance(expected, list | tuple):
         alike = isinstance(got, list | tuple) and len(got) == len(expected)
@@ -192,6 +192,8 @@ def _difference(name: str, got: Any, expected: Any) -> str | None:
         return f"{name} returns {_kind(got)}, where {_kind(expected)} is expected."
     if got.shape != expected.shape:
         return f"The shape is {tuple(got.shape)}, where {tuple(expected.shape)} is expected."
+    if expected.dtype == torch.bool != got.dtype:
+        return f"{name} returns numbers, where True and False are expected."
     got, expected = got.double(), expected.double()
     if not got.isfinite().all() and expected.isfinite().all():
         return "There is NaN or infinity where the reference has numbers."
@@ -216,7 +218,7 @@ def _short(x: Any) -> str:
 def check_file(exercise: Exercise, file: Path, seconds: float = SECONDS) -> Verdict:
     """Check a learner's file in a separate process, with a time limit that starts once torch is imported."""
     if not file.is_file():
-        raise UsageError(f"there is no file {file}; regard learn start {exercise.number} creates it")
+        raise UsageError(f"{file} does not exist; regard learn start {exercise.number} creates it")
     with tempfile.TemporaryDirectory(prefix="regard-learn-") as folder:
         code, result = Path(folder) / f"{exercise.file_name}.py", Path(folder) / "result.json"
         code.write_text(read_answer(file), encoding="utf-8")

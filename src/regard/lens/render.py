@@ -198,7 +198,8 @@ def print_heatmap(selection: HeadSelection, console: Console | None = None) -> N
         console.print(row, no_wrap=True, overflow="crop")
     console.print(_legend(sheet, margin, has_colour), no_wrap=True, overflow="crop")
     if sheet.pooled:
-        console.print(Text(" " * margin + "each block is the mean of several weights", style="italic"))
+        note = localise("each block is the mean of several weights")
+        console.print(Text(" " * margin + note, style="italic"))
 
 
 def _append_cell(line: Text, value: float, share: float, width: int, has_colour: bool) -> None:

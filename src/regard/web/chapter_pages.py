@@ -72,7 +72,7 @@ def chapter_page(number: int, language: str, theme: str = "light") -> str:
 
 
 def chapter_html(markdown: str, language: str, theme: str = "light") -> str:
-    """Render the text of a chapter. Links to chapters lead to their pages; links to other files become plain text."""
+    """Render the text of a chapter. Links to chapters and the training page work; those to other files become text."""
     from markdown_it import MarkdownIt
 
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
@@ -90,10 +90,12 @@ def _relink(tokens: list[Any], language: str, theme: str) -> None:
         elif token.type == "link_open":
             target = str(token.attrs["href"])
             chapter = re.fullmatch(r"([1-9])-[\w-]+\.md(#.*)?", target)
-            is_dropped = not (chapter or re.match(r"https?:", target))
-            token.attrs = {} if is_dropped else token.attrs
             if chapter:
-                token.attrs["href"] = f"/learn/{language}/{chapter[1]}?theme={theme}"
+                target = f"/learn/{language}/{chapter[1]}?theme={theme}"
+            elif target == "watch.md":
+                target = f"/static/watch/index.html#lang={language}&theme={theme}"
+            is_dropped = not re.match(r"/|https?:", target)
+            token.attrs = {} if is_dropped else {"href": target}
         if token.type in ("link_open", "link_close") and is_dropped:
             token.tag = "span"
 

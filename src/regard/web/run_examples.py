@@ -68,7 +68,8 @@ def examples_of_run(path: str | Path) -> RunExamples:
     try:
         if (source := _data_of(path)) is None:
             return RunExamples()
-        return RunExamples(tuple(_inputs(_spread(_held_out(source), 4 * _INPUTS)))[:_INPUTS], _tags(source.train))
+        inputs = dict.fromkeys(_inputs(_spread(_held_out(source), 4 * _INPUTS)))
+        return RunExamples(tuple(inputs)[:_INPUTS], _tags(source.train))
     except (OSError, ValueError, RegardError):
         return RunExamples()
 

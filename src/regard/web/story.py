@@ -34,8 +34,8 @@ def tell_story(session: LookSession, at: HeadView, row: int) -> dict[str, Any]:
         raise RequestRefused(422, f"model {session.served.id!r} has state spaces in place of queries and keys")
     stack = "encoder" if at.kind == "encoder" else "decoder"
     attention, block = attention_name(at.kind, at.layer), f"{stack}.blocks.{at.layer}"
-    names = [stack, *(f"{block}.{name}" for name in ("input", "output", "ff.input", "ff.neurons", "ff.output"))]
-    names += [f"{attention}.heads", f"{attention}.output", f"{block}.after_{attention.rpartition('.')[2]}"]
+    steps = _block_sites(block, at.kind)
+    names = [stack, f"{attention}.heads", f"{block}.ff.neurons", *steps.values()]
     with session.model_changes():
         sites = [name for name in names if name in model.sites()]
         record = capture_inputs(model, pass_inputs(look), sites=sites, positions=[row], keep_calls=True)
@@ -43,7 +43,7 @@ def tell_story(session: LookSession, at: HeadView, row: int) -> dict[str, Any]:
     return {
         "embedding": _embedding(record, Place(stack, 0, row)),
         "head": _head(session, record, at, row),
-        "block": _block(record, attention, block, row),
+        "block": _block(record, steps, f"{block}.ff.neurons", row),
         "norm_place": model.config.norm_place,
         "layers": _layers(session, position),
         "position": position,
@@ -112,18 +112,21 @@ def _head(session: LookSession, record: ActivationRecord, at: HeadView, row: int
     }
 
 
-def _block(record: ActivationRecord, attention: str, block: str, row: int) -> dict[str, Any]:
-    """The residual stream before, within and after one layer, and what attention and feed-forward add to it."""
-    names = {
-        "before": f"{block}.input",
-        "attention": f"{attention}.output",
-        "between": f"{block}.after_{attention.rpartition('.')[2]}",
-        "read": f"{block}.ff.input",
-        "ff": f"{block}.ff.output",
-        "after": f"{block}.output",
-    }
-    vectors = {name: _numbers(record.at(site, 0, row)) for name, site in names.items() if site in record}
-    neurons = record.at(f"{block}.ff.neurons", 0, row) if f"{block}.ff.neurons" in record else None
+def _block_sites(block: str, kind: str) -> dict[str, str]:
+    """The residual stream before and after an attention and at the end of its layer, and what is added in between."""
+    if kind == "cross":
+        before, added = "after_attention", {"attention": "cross_attention.output", "between": "after_cross_attention"}
+    else:
+        before = "input"
+        added = {"attention": "attention.output", "between": "after_attention", "cross": "cross_attention.output"}
+    names = {"before": before, **added, "ff": "ff.output", "after": "output"}
+    return {name: f"{block}.{site}" for name, site in names.items()}
+
+
+def _block(record: ActivationRecord, sites: dict[str, str], neurons_site: str, row: int) -> dict[str, Any]:
+    """The vectors of one layer at those sites that the model has, and how many neurons are active."""
+    vectors = {name: _numbers(record.at(site, 0, row)) for name, site in sites.items() if site in record}
+    neurons = record.at(neurons_site, 0, row) if neurons_site in record else None
     return vectors | ({} if neurons is None else {"neurons": len(neurons), "active": int((neurons > 0).sum())})
 
 

@@ -29,7 +29,7 @@ export class Panel {
       el("h2", {}, t("panel.looks")),
       el("p", { class: "who" }, el("bdi", {}, shown(rows[row]))),
       said.length && row === data.look.uncertain ? el("p", { class: "quiet" }, t("panel.uncertain")) : "",
-      said.length ? el("p", { class: "next" }, el("span", { class: "quiet" }, t("panel.next")),
+      said.length ? el("p", { class: "next" }, el("span", { class: "quiet" }, t(kind === "cross" ? "panel.here" : "panel.next")),
         ...said.flatMap((one) => [el("bdi", {}, shown(one.text)), el("span", { class: "num" }, percent(one.probability))])) : "",
       !isPair ? "" : el("div", { class: "pair" },
         el("div", { class: "quiet" }, el("bdi", {}, shown(rows[row])), " → ", el("bdi", {}, shown(cols[col]))),

@@ -39,10 +39,10 @@ function rowArithmetic(look, kind, layer, head, weights, scores, col) {
 
 /** One token's path through a head and a layer; `layers` are the logits after each layer, as if it were the last one. */
 export function storyNumbers(look, kind, layer, head, row, position, layers) {
-  const stack = kind === "encoder" ? "encoder" : "decoder", block = `${stack}.blocks.${layer}`, { site } = look.maps[kind][layer].site;
+  const stack = kind === "encoder" ? "encoder" : "decoder", block = `${stack}.blocks.${layer}`;
   const chances = look.chances(position);
   return {
-    embedding: embedding(look, stack, row), head: headNumbers(look, kind, layer, head, row), block: blockNumbers(look, site, block, row), norm_place: look.page.config.norm_place,
+    embedding: embedding(look, stack, row), head: headNumbers(look, kind, layer, head, row), block: blockNumbers(look, kind, block, row), norm_place: look.page.config.norm_place,
     layers: layers.map((logits, n) => { const shares = look.share(logits), [best] = largest(shares, 1); return { layer: n - 1, text: look.text(best), probability: shares[best] }; }),
     position, predictions: largest(chances, WORDS).map((n) => look.prediction(chances, n)),
   };
@@ -83,12 +83,13 @@ function headNumbers(look, kind, layer, head, row) {
   };
 }
 
-/** The residual stream before, within and after one layer, and what attention and feed-forward add to it. */
-function blockNumbers(look, attention, block, row) {
-  const names = { before: `${block}.input`, attention: `${attention}.output`, between: `${block}.after_${attention.split(".").at(-1)}`, read: `${block}.ff.input`, ff: `${block}.ff.output`, after: `${block}.output` };
+/** The residual stream before and after an attention and at the end of its layer, and what is added in between. */
+function blockNumbers(look, kind, block, row) {
+  const names = { ...(kind === "cross" ? { before: "after_attention", attention: "cross_attention.output", between: "after_cross_attention" }
+    : { before: "input", attention: "attention.output", between: "after_attention", cross: "cross_attention.output" }), ff: "ff.output", after: "output" };
   const out = {}, neurons = look.vector(`${block}.ff.neurons`, row);
   for (const [name, site] of Object.entries(names)) {
-    const vector = look.vector(site, row);
+    const vector = look.vector(`${block}.${site}`, row);
     if (vector) out[name] = numbers(vector);
   }
   return neurons ? { ...out, neurons: neurons.length, active: neurons.filter((x) => x > 0).length } : out;

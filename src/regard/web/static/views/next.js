@@ -47,7 +47,7 @@ class Next {
   }
 
   show() {
-    const { t } = this.app, n = this.bars().length, shares = this.shown.slice(0, n).reduce((sum, one) => sum + one.probability, 0);
+    const { t } = this.app, n = this.bars().length, shares = this.shown.slice(0, n).reduce((sum, one) => sum + one.now, 0);
     this.tail.hidden = !this.whole && n === this.shown.length;
     this.tail.textContent = this.whole ? t("next.fewer") : t("next.tail", { n: this.shown.length - n, p: percent(Math.max(0, 1 - shares)) });
     this.sheet.redraw();

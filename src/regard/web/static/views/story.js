@@ -17,6 +17,11 @@ const ROW = 30;
 const PICTURE = 240; // the largest width of the image
 const labelRoom = (width) => Math.min(170, width * 0.3); // to the left of bars
 const brief = (value) => value === null || value === undefined ? "−∞" : value.toFixed(2).replace("-", "−");
+/** q · k times its factor, plus the bias of the position if there is one, is the score. */
+const equation = ({ dot, score }, factor) => {
+  const bias = score - dot * factor, plus = Math.abs(bias) < 0.005 ? "" : ` ${bias < 0 ? "−" : "+"} ${brief(Math.abs(bias))}`;
+  return `${brief(dot)} × ${brief(factor)}${plus} = ${brief(score)}`;
+};
 /** The approximate width of a text: Hangul and Chinese characters are wider than letters. */
 const letterWidths = (text, letter, wide) => [...text].reduce((sum, c) => sum + (c > "\u2e80" ? wide : letter), 0);
 
@@ -97,9 +102,10 @@ class Story {
       heads: { n: head.heads.length }, layer: { neurons: parts.neurons ?? "–", active: parts.active ?? "–" }, layers: { n: told.layers.length - 1 }, end: { word: shown(predictions[0].text), p: percent(predictions[0].probability), token: shown(read[told.position] ?? rowLabels[row]) },
     }[stage];
     const form = { tokens: look.image ? (kind === "cross" ? ".image" : ".patches") : kind === "cross" ? ".source" : "", vectors: this.embeddingForm(embedding),
-      qkv: kind === "cross" ? ".cross" : "", scores: head.factor === null ? ".other" : "", layer: told.norm_place === "post" ? ".post" : "", end: look.classes ? ".class" : "" }[stage] ?? "";
+      qkv: kind === "cross" ? ".cross" : "", scores: head.factor !== null && Math.abs(heaviest.dot / Math.sqrt(head.width) - heaviest.score) < 0.005 ? "" : ".other", layer: told.norm_place === "post" ? ".post" : "", end: look.classes ? ".class" : "" }[stage] ?? "";
     const says = t(`story.${stage}${form}.says`, values);
-    return stage === "qkv" && app.where().head < 0 ? `${says} ${t("walk.onehead", { h: one + 1 })}` : says;
+    const more = { vectors: embedding.width > embedding.sum.length && t("story.cut"), qkv: app.where().head < 0 && t("walk.onehead", { h: one + 1 }) }[stage];
+    return more ? `${says} ${more}` : says;
   }
 
   embeddingForm({ parts, normed }) {
@@ -117,15 +123,23 @@ class Story {
       tokens: this.chips(),
       vectors: strips([...entries.map(([part, values], i) => [`${i ? "+ " : ""}${label[part]}`, values]), [entries.length ? `${embedding.normed ? "→" : "="} ${shown(read[row])}` : shown(read[row]), embedding.sum]]),
       qkv: strips([[`q  ${shown(read[row])}`, head.q], [`k  ${name(heaviest)}`, heaviest.k], [`v  ${name(heaviest)}`, heaviest.v]]),
-      scores: this.bars(keys.map((key) => ({ text: name(key), value: key.score, said: key.score === null ? t("story.masked") : head.factor === null ? brief(key.score) : `${brief(key.dot)} × ${brief(head.factor)} = ${brief(key.score)}` })), true),
+      scores: this.bars(keys.map((key) => ({ text: name(key), value: key.score, said: key.score === null ? t("story.masked") : head.factor === null ? brief(key.score) : equation(key, head.factor) })), true),
       softmax: this.overPicture(this.bars([...keys.map((key) => ({ text: name(key), value: key.weight, said: percent(key.weight) })), ...(head.others ? [{ text: t("story.others", { n: head.others }), value: head.rest, said: percent(head.rest), quiet: true }] : []),
         ...(head.sink === null || head.sink === undefined ? [] : [{ text: t("story.sink"), value: head.sink, said: percent(head.sink), quiet: true }])])),
-      mix: strips([...keys.filter((key) => key.weight > 0.005).sort((a, b) => b.weight - a.weight).slice(0, 4).map((key, i) => [`${i ? "+ " : ""}${key.weight.toFixed(2)} × v ${name(key)}`, key.v.map((v) => v * key.weight)]), [t("story.mixed"), head.output]]),
+      mix: strips(this.mixed(name)),
       heads: this.joined(),
-      layer: strips([[t("story.before"), parts.before], [t("story.wrote"), parts.attention], ...(parts.between ? [[t("story.between"), parts.between]] : []), [t("story.ff"), parts.ff], [t("story.after"), parts.after]].filter(([, values]) => values)),
+      layer: strips([[t("story.before"), parts.before], [t("story.wrote"), parts.attention], [t("story.between"), parts.between], [`+ ${t("term.cross")}`, parts.cross], [t("story.ff"), parts.ff], [t("story.after"), parts.after]].filter(([, values]) => values)),
       layers: this.bars(layers.map((one) => ({ text: one.layer < 0 ? t("story.input") : t("variant.nth", { l: one.layer + 1 }), value: one.probability, said: `${shown(one.text)}  ${percent(one.probability)}` }))),
       end: this.bars(predictions.map((one) => ({ text: shown(one.text), value: one.probability, said: percent(one.probability) }))),
     };
+  }
+
+  /** The largest weighted values, all others, and their sum: the output of the head. */
+  mixed(name) {
+    const { head: { keys, output } } = this.told, { t } = this.app, most = keys.filter((key) => key.weight > 0.005).sort((a, b) => b.weight - a.weight).slice(0, 4);
+    const rest = output.map((value, n) => most.reduce((left, key) => left - key.weight * key.v[n], value)), left = most.reduce((share, key) => share - key.weight, 1);
+    return [...most.map((key, i) => [`${i ? "+ " : ""}${key.weight.toFixed(2)} × v ${name(key)}`, key.v.map((v) => v * key.weight)]),
+      ...(left > 0.005 ? [[`+ ${t("walk.rest")}`, rest]] : []), [t("story.mixed"), output]];
   }
 
   /** Tokens as chips, of the source and of the written text; the followed one in colour. */
@@ -225,7 +239,7 @@ class Story {
     return {
       height: () => list.length * ROW + 4,
       draw: (pen) => {
-        const { accent, ink, quiet, wash, line } = pen.colours, left = labelRoom(pen.width), right = Math.min(200, Math.max(...list.map(({ said }) => letterWidths(said, 7.4, 13))) + 12), room = pen.width - left - right;
+        const { accent, ink, quiet, wash, line } = pen.colours, left = labelRoom(pen.width), right = Math.min(240, 0.6 * pen.width, Math.max(...list.map(({ said }) => letterWidths(said, 7.4, 13))) + 12), room = pen.width - left - right;
         const values = list.map(({ value }) => value ?? 0), low = isSigned ? Math.min(0, ...values) : 0, high = isSigned ? Math.max(0.01, ...values) : 1, zero = left + (-low / (high - low)) * room;
         list.forEach((one, i) => {
           const y = i * ROW, size = (Math.abs(one.value ?? 0) / (high - low)) * room;
@@ -332,7 +346,7 @@ class Story {
     vector("qkv", "q", head.q);
     for (const key of head.keys) out.push(["scores", colLabels[key.index].text, key.score ?? -Infinity], ["softmax", colLabels[key.index].text, key.weight]);
     vector("mix", "output", head.output);
-    for (const name of ["before", "attention", "between", "ff", "after"]) if (block[name]) vector("layer", name, block[name]);
+    for (const name of ["before", "attention", "between", "cross", "ff", "after"]) if (block[name]) vector("layer", name, block[name]);
     for (const one of layers) out.push(["layers", `${one.layer} ${one.text}`, one.probability]);
     return [...out, ...predictions.map((one) => ["end", one.text, one.probability])];
   }
