@@ -319,6 +319,26 @@ def test_a_search_that_finds_no_text_fails(
         Asked(scheduler, rows_of(model)[0], max_new_tokens=5, beam=3).wait()
 
 
+@pytest.mark.parametrize("slots", [CpuSlots, GraphSlots])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 1}, {"repetition_penalty": 1.3}, {"n_top": 1}])
+def test_nan_logits_fail_their_text_alone(
+    slots: Any, fields: dict[str, Any], schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks as well as step by step: one position is NaN, which only the longer text reaches."""
+    monkeypatch.setattr("regard.serving.text_batches.open_slots", slots)
+    model, gate = language_model(max_len=64), threading.Event()
+    with torch.no_grad():
+        model.embeddings.position.weight[32] = torch.nan  # type: ignore[union-attr, index]
+    scheduler = schedule(model)
+    wanted = Asked(scheduler, [5, 6], max_new_tokens=20, **fields).tokens()
+    scheduler.run(gate.wait)
+    short, long = (Asked(scheduler, row, max_new_tokens=20, **fields) for row in ([5, 6], [5] * 31))
+    gate.set()
+    with pytest.raises(ValueError, match="logits are NaN"):
+        long.wait()
+    assert short.tokens() == wanted
+
+
 def test_a_request_that_is_too_wide_is_told_how_many_run(schedule: Callable[..., Scheduler]) -> None:
     model = language_model()
     scheduler, row = schedule(model, max_rows=8), rows_of(model)[0]

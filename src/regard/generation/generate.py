@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..models import Model
 from .beam_search import BeamSearch, BeamStep, Hypothesis
-from .cached_engine import CacheName, DecodingEngine, plain_engine
+from .cached_engine import CacheName, DecodingEngine, check_logits, plain_engine
 from .captured_search import run_captured
 from .constrained_search import ConstrainedSearch, Term
 from .cuda_graph import CudaGraphEngine, can_capture, graph_decode_loop
@@ -223,6 +223,7 @@ def _next_tokens(steps: Iterator[ChosenTokens], *models: Model | None) -> Iterat
             chosen = next(steps, None)
         if chosen is None:
             return
+        check_logits(chosen.log_probs)
         yield int(chosen.tokens[0])
 
 
@@ -246,6 +247,7 @@ def _collect_hypotheses(
     """The greedy or sampled texts of each prompt, best first."""
     copies = config.n_best
     rows, *chosen = (torch.cat(parts).cpu() for parts in zip(*steps, strict=True))
+    check_logits(chosen[1])
     order, counts = rows.argsort(stable=True), rows.bincount(minlength=n_prompts * copies).tolist()
     hypotheses = []
     for tokens, log_probs, codes in zip(*(x[order].split(counts) for x in chosen), strict=True):

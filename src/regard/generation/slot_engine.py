@@ -64,9 +64,9 @@ class TokenBlock(NamedTuple):
     read: Callable[[], tuple[Tensor, ...]]
 
     def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in the order of ``slots``."""
-        (history,) = self.read()  # (steps, R)
-        columns = history.T.tolist()
+        """The tokens of each slot, in the order of ``slots``; -1 where the logits are NaN."""
+        history, log_probs = self.read()  # (steps, R)
+        columns = history.masked_fill(log_probs.isnan(), -1).T.tolist()
         return [columns[slot.index] for slot in self.slots]
 
 
@@ -301,8 +301,8 @@ class GraphSlots(SeparateSlots):
         state, draws, logits = self._decoder.state, self._decoder.draws, self._decoder.logits().float()
         drawn = draw_tokens(logits * self._inverse[:, None], draws.gather(1, state.steps[:, None])[:, 0])
         state.advance()
-        tokens = torch.where(self._inverse > 0, drawn, logits.argmax(-1))
-        state.append(tokens, torch.zeros_like(state.log_probs[0]))
+        best = logits.max(-1)
+        state.append(torch.where(self._inverse > 0, drawn, best.indices), best.values)  # of log P, only NaN is read
 
     def join(self, reading: PromptReading) -> Slot:
         slot = Slot(self._free[-1], self)
@@ -345,7 +345,7 @@ class GraphSlots(SeparateSlots):
         if draws:
             self._set_draws(draws)
         (self._mixed_steps if draws else self._greedy_steps)()
-        return TokenBlock(list(self.taken), copy_to_host((state.history[:BLOCK_STEPS],)))
+        return TokenBlock(list(self.taken), copy_to_host((state.history[:BLOCK_STEPS], state.log_probs[:BLOCK_STEPS])))
 
     def _set_draws(self, draws: Mapping[Slot, BlockDraws]) -> None:
         temperatures, numbers = [math.inf] * self._decoder.shape.rows, list[list[float]]()
