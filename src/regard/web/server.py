@@ -95,7 +95,7 @@ def _add_error_handlers(app: Any) -> None:
             case RequestRefused():
                 return error.status, str(error)
             case RequestValidationError():
-                return 422, sentence_of(error.errors()[0])
+                return 422, sentence_of(main_problem(error))
             case HTTPException():
                 return error.status_code, str(error.detail)
             case ValueError() | TypeError() | RegardError():
@@ -113,6 +113,12 @@ def _add_error_handlers(app: Any) -> None:
     ours = (NotModified, RequestRefused, RegardError)
     for kind in (*ours, RequestValidationError, HTTPException, ValueError, TypeError, Exception):
         app.add_exception_handler(kind, handle)
+
+
+def main_problem(error: Any) -> dict[str, Any]:
+    """The problem of a request to report: a value that is wrong rather than another type that a field may have."""
+    problems: list[dict[str, Any]] = error.errors()
+    return next((x for x in problems if not x["type"].endswith(("_type", "_parsing"))), problems[0])
 
 
 def sentence_of(problem: dict[str, Any]) -> str:
