@@ -230,6 +230,30 @@ def test_the_log_holds_no_texts_unless_it_should(speaker: dict[str, Model], log_
     assert ("secret" in written) is False
 
 
+def test_a_request_that_is_cut_off_is_not_the_clients_error(speaker: dict[str, Model]) -> None:
+    """Nobody hears an answer to half a body: it counts as one whose client has left, 499."""
+    with operating(speaker, access_log="-") as served:
+        with socket.create_connection((served.client.base_url.host, served.client.base_url.port)) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{")
+            while not served.app.metrics.in_progress:
+                time.sleep(0.001)
+        assert 'status="499"} 1' in served.metrics_of(1).text
+        assert (served.log[0]["status"], served.log[0]["sent_bytes"]) == (499, 0)
+
+
+def test_a_full_disk_costs_the_log_alone(speaker: dict[str, Model], capsys: Said) -> None:
+    def write_log(line: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with operating(speaker) as served:
+        served.server.config.app.write_log = write_log
+        assert [served.ask().status_code for _ in range(2)] == [200, 200]
+        served.metrics_of(2)
+    errors = capsys.readouterr().err
+    assert "the access log cannot be written: No space left on device" in errors
+    assert "Traceback" not in errors
+
+
 # ---- other origins and names, TLS
 
 

@@ -44,7 +44,7 @@ class Limits:
     kept_looks: int = 64
     model_seconds: float = 300.0  # for a request that runs a model, including its time in the queue
     request_seconds: float = 60.0  # for any other request
-    stream_seconds: float = 600.0
+    stream_seconds: float = 600.0  # for a stream of the explorer, and for any client to read what it was sent
     waiting: int = 256  # requests in the queue
     walk_tokens: int = 512  # of a text for which the model runs again to show v; a longer one is shown without v
     capture_tokens: int = 4096  # of a text whose activations are captured in one pass
@@ -136,6 +136,8 @@ class RequestGuard:
             if self._keys is not None and await self._log_in(self._keys, scope, headers, send_with_headers):
                 return
             messages = [await self._read_body(receive)]
+            if messages[0]["type"] == "http.disconnect":
+                return
             n_held = len(messages[0].get("body", b""))
             await self._call_app(scope, receive, send_with_headers, messages)
         except RequestRefused as refused:

@@ -244,7 +244,8 @@ def _timed_protocol(limits: Limits, max_connections: int) -> type:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]  # one of two classes
-        """Closes a connection if the next request's first line and headers do not arrive in time.
+        """Closes a connection if the next request's first line and headers do not arrive in time, or if its client
+        does not read what it has been sent.
 
         uvicorn's own timeout covers the time between two requests and ends with the first byte. httptools has no limit
         on the size of headers, so those past ours are dropped as they arrive.
@@ -269,7 +270,17 @@ def _timed_protocol(limits: Limits, max_connections: int) -> type:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._deadline.cancel()
+            if self.flow.write_paused:
+                self._unread.cancel()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(limits.stream_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._unread.cancel()
+            super().resume_writing()
 
         def on_response_complete(self) -> None:
             last = self.cycle
