@@ -367,8 +367,7 @@ def test_a_reload_frees_the_old_models() -> None:
         await started.wait()
         for _ in range(2):
             await reloadable.reload()
-        await asyncio.gather(*reloadable._tasks)
-        gc.unfreeze()
+            await asyncio.gather(*reloadable._tasks)
         gc.collect()
         is_kept = [reference() is not None for reference in opened]
         messages.put_nowait({"type": "lifespan.shutdown"})

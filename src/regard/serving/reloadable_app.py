@@ -129,7 +129,8 @@ class ReloadableApp:
 
     async def _finish(self, old: _RunningApp) -> None:
         await old.finish()
-        freeze_live_objects()  # the new models, and no longer the old ones
+        del old  # or the old models would be frozen, and so be kept, with the new ones
+        freeze_live_objects()
 
     def _start_reload(self) -> None:
         async def run() -> None:
