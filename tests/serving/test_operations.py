@@ -377,6 +377,25 @@ def test_a_reload_frees_the_old_models() -> None:
     assert asyncio.run(reload_twice()) == [False, False, True]
 
 
+def test_a_connection_that_stays_open_keeps_no_old_model(speaker: dict[str, Model]) -> None:
+    opened: list[weakref.ref[Any]] = []
+
+    def open_app() -> Any:
+        app = new_application({"speaker": language_model()}, Limits())
+        opened.append(weakref.ref(app.state.serving.models["speaker"].model))
+        return app
+
+    with operating(speaker) as served:
+        served.app._open_app = open_app
+        for _ in range(2):
+            asyncio.run_coroutine_threadsafe(served.app.reload(), loop_of(served)).result(60)
+            assert served.ask().status_code == 200
+        while served.app._tasks:
+            time.sleep(0.01)
+        gc.collect()
+        assert [reference() is not None for reference in opened] == [False, True]
+
+
 def test_a_reload_that_fails_leaves_the_keys_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys.yaml"
     key = add_key(file, "old")

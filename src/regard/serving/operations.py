@@ -95,8 +95,7 @@ class _ObservedRequest:
     @property
     def route(self) -> str:
         """The route's path pattern rather than the path, which bounds the number of metric labels."""
-        route: Any = self.scope.get("route")
-        return str(getattr(route, "path", "") or self.scope[INFO].get("route", "other"))
+        return str(self.scope[INFO].get("route", "other"))
 
     async def receive(self) -> Message:
         message = await self._receive()
