@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,21 @@ def test_a_reload_and_the_end_let_streams_finish(speaker: dict[str, Model]) -> N
         assert not served.thread.is_alive()
         assert not served.app.is_ready
         assert old.models["speaker"].scheduler.is_idle
+
+
+def test_requests_that_the_end_cuts_off_leave_no_traceback(speaker: dict[str, Model], capsys: Said) -> None:
+    with operating(speaker, drain_seconds=0) as served, ThreadPoolExecutor(1) as pool:
+        gate, scheduler = threading.Event(), served.app.state.serving.models["speaker"].scheduler
+        scheduler.run(gate.wait)
+        asked = pool.submit(served.ask)
+        while not scheduler.statistics.accepted:
+            time.sleep(0.001)
+        served.server.should_exit = True
+        threading.Timer(0.5, gate.set).start()
+        assert asked.result(20).status_code == 500
+    errors = capsys.readouterr().err
+    assert "Cancel 1 running task(s)" in errors
+    assert "Traceback" not in errors
 
 
 def loop_of(served: Operated) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import re
 import signal
@@ -227,7 +229,7 @@ def server_config(
     import uvicorn
 
     backlog, max_connections = _connection_limits()
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=_timed_protocol(limits, max_connections),
         backlog=backlog,
@@ -238,6 +240,13 @@ def server_config(
         timeout_graceful_shutdown=shutdown_seconds,
         **({} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}),
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
+    return config
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Drop the tracebacks of requests that did not finish in the time they get at the end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _timed_protocol(limits: Limits, max_connections: int) -> type:
