@@ -4,7 +4,7 @@ slots = open_slots(model, size, max_slots)           ``size`` rows per slot: 1, 
 slot = slots.join(reading)                           for a prompt that has been read (``prompt_reading``)
 logits = slots.decode(tokens)                        one token for every row of every taken slot
 block = slots.start_block(draws)                     several tokens for every slot (``GraphSlots``)
-slots.select(slot, parents)                          reorder the beams of one slot
+slots.select_all(slots, parents)                     reorder the beams of each of these slots
 slots.leave(slot)
 
 A text's numbers do not depend on its neighbours. On a CPU, the packed products of oneDNN and the int8 products compute
@@ -107,14 +107,10 @@ class SeparateSlots:
         slots only decode step by step."""
         return None
 
-    def select(self, slot: Slot, parents: Tensor) -> None:
-        """Row r of a slot continues its row parents[r]."""
-        self._engines[slot].select(parents)
-
     def select_all(self, slots: list[Slot], parents: Tensor) -> None:
-        """``select`` for several slots, parents (n, size)."""
+        """Row r of slot n continues its row parents[n, r]."""
         for slot, slot_parents in zip(slots, parents, strict=True):
-            self.select(slot, slot_parents)
+            self._engines[slot].select(slot_parents)
 
     def _write(self, slot: Slot, reading: PromptReading) -> None:
         engine = copy(reading.engine)  # a copy, as several texts may follow one prompt
@@ -239,9 +235,6 @@ class CpuSlots(SeparateSlots):
         k, v = buffer.unbind()
         return k, v
 
-    def select(self, slot: Slot, parents: Tensor) -> None:
-        self.select_all([slot], parents[None])
-
     def select_all(self, slots: list[Slot], parents: Tensor) -> None:
         index, visible = torch.tensor([slot.index for slot in slots]), self.keys.visible
         past = visible[index]  # (n, size, columns)
@@ -356,9 +349,6 @@ class GraphSlots(SeparateSlots):
         # The inverses that torch computes on a GPU to divide by a number: single steps draw the same tokens.
         self._inverse.copy_(upload(temperatures, self._inverse).reciprocal())
         self._decoder.draws[rows, :BLOCK_STEPS] = upload(numbers, self._decoder.draws)
-
-    def select(self, slot: Slot, parents: Tensor) -> None:
-        self.select_all([slot], parents[None])
 
     def select_all(self, slots: list[Slot], parents: Tensor) -> None:
         keys = self._decoder.keys

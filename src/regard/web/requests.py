@@ -13,7 +13,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from .api_keys import ApiKeys
 
@@ -321,17 +321,9 @@ def _is_address(name: str) -> bool:
 _LIMITS = Limits()
 
 
-def _check_unicode(text: str) -> str:
-    """Refuse half a surrogate pair: JSON can express it ("\\ud800"), but UTF-8 and tokenizers cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as wrong:
-        raise ValueError(f"character {wrong.start} is half of a surrogate pair") from None
-    return text
-
-
-ModelName = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_check_unicode)]
-BodyText = Annotated[str, Field(max_length=_LIMITS.characters), AfterValidator(_check_unicode)]
+# pydantic refuses half a surrogate pair in them, which JSON can express ("\ud800"), but tokenizers cannot.
+ModelName = Annotated[str, Field(min_length=1, max_length=300)]
+BodyText = Annotated[str, Field(max_length=_LIMITS.characters)]
 BodyImage = Annotated[str, Field(max_length=_LIMITS.body_bytes)]  # an image file in base64, bare or as a data: URL
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 
