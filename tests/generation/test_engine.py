@@ -204,6 +204,8 @@ def test_logits_that_are_no_numbers_are_said_so() -> None:
     later = small("gpt2")
     with torch.no_grad():
         later.embeddings.position.weight[6] = torch.nan  # type: ignore[union-attr, index]
+    with pytest.raises(ValueError, match="the search found no text; the model's logits are not finite"):
+        generate(later, [[5], [6, 7]], max_new_tokens=7, beam=3)
     for fields in ({}, {"temperature": 1.0, "seed": 0}):
         assert len(generate(later, [5], max_new_tokens=6, **fields).hypotheses[0][0].tokens) == 6
         with pytest.raises(ValueError, match="logits are NaN"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..models import Model
-from .beam_search import BeamSearch, BeamStep, Hypothesis
+from .beam_search import NO_TEXT, BeamSearch, BeamStep, Hypothesis
 from .cached_engine import CacheName, DecodingEngine, check_logits, plain_engine
 from .captured_search import run_captured
 from .constrained_search import ConstrainedSearch, Term
@@ -142,6 +142,8 @@ def _generate_group(
     else:
         search = ConstrainedSearch(engine, config, eos_id, terms, strings, in_word)
     hypotheses = run_captured(search, prompts) or search.run(prompts)
+    if not all(hypotheses):
+        raise ValueError(NO_TEXT)
     n_steps = max(len(text.tokens) for texts in hypotheses for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)
 
