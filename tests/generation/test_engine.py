@@ -12,7 +12,7 @@ from models.small import DECODING, small, source_of
 from regard.attention.taps import record
 from regard.config import RopeScalingConfig
 from regard.generation import GenerateConfig, Generated, generate
-from regard.generation.generate import prepare
+from regard.generation.generate import prepare, stream_tokens
 from regard.generation.prompts import read_inputs
 from regard.models import Decoder, EncoderDecoder, Model, Recurrent
 
@@ -201,6 +201,17 @@ def test_logits_that_are_no_numbers_are_said_so() -> None:
         model.token.weight[5] = torch.nan  # type: ignore[union-attr, operator]
     with pytest.raises(ValueError, match="logits are NaN"):
         generate(model, [5])
+    later = small("gpt2")
+    with torch.no_grad():
+        later.embeddings.position.weight[6] = torch.nan  # type: ignore[union-attr, index]
+    with pytest.raises(ValueError, match="the search found no text; the model's logits are not finite"):
+        generate(later, [[5], [6, 7]], max_new_tokens=7, beam=3)
+    for fields in ({}, {"temperature": 1.0, "seed": 0}):
+        assert len(generate(later, [5], max_new_tokens=6, **fields).hypotheses[0][0].tokens) == 6
+        with pytest.raises(ValueError, match="logits are NaN"):
+            generate(later, [5], max_new_tokens=7, **fields)
+        with pytest.raises(ValueError, match="logits are NaN"):
+            list(stream_tokens(later, [5], max_new_tokens=7, **fields))
 
 
 def test_a_mixer_of_whole_texts_is_refused() -> None:

@@ -17,7 +17,7 @@ from generation.spoken import LINES, language_model, translator
 from regard.generation.decode_step import DecodeStep
 from regard.generation.generate import generate, inference
 from regard.generation.prompt_reading import PROMPT_PART, PrefixCache, PromptReader, PromptReading
-from regard.generation.prompts import read_inputs
+from regard.generation.prompts import pad_prompts, read_inputs
 from regard.generation.search_slots import SearchSlots
 from regard.generation.slot_engine import BlockDraws, CpuSlots, GraphSlots, Slot
 from regard.generation.text_codec import ModelTokenizers, merge_config
@@ -319,6 +319,26 @@ def test_a_search_that_finds_no_text_fails(
         Asked(scheduler, rows_of(model)[0], max_new_tokens=5, beam=3).wait()
 
 
+@pytest.mark.parametrize("slots", [CpuSlots, GraphSlots])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 1}, {"repetition_penalty": 1.3}, {"n_top": 1}])
+def test_nan_logits_fail_their_text_alone(
+    slots: Any, fields: dict[str, Any], schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks as well as step by step: one position is NaN, which only the longer text reaches."""
+    monkeypatch.setattr("regard.serving.text_batches.open_slots", slots)
+    model, gate = language_model(max_len=64), threading.Event()
+    with torch.no_grad():
+        model.embeddings.position.weight[32] = torch.nan  # type: ignore[union-attr, index]
+    scheduler = schedule(model)
+    wanted = Asked(scheduler, [5, 6], max_new_tokens=20, **fields).tokens()
+    scheduler.run(gate.wait)
+    short, long = (Asked(scheduler, row, max_new_tokens=20, **fields) for row in ([5, 6], [5] * 31))
+    gate.set()
+    with pytest.raises(ValueError, match="logits are NaN"):
+        long.wait()
+    assert short.tokens() == wanted
+
+
 def test_a_request_that_is_too_wide_is_told_how_many_run(schedule: Callable[..., Scheduler]) -> None:
     model = language_model()
     scheduler, row = schedule(model, max_rows=8), rows_of(model)[0]
@@ -355,6 +375,28 @@ def test_the_captured_pass_reads_what_the_plain_one_reads(name: str) -> None:
                 torch.testing.assert_close(other.keys(), one.keys(), rtol=1e-5, atol=1e-5)
                 if not model.is_decoder_only:
                     torch.testing.assert_close(other.memory(), one.memory(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["decoder", "translator"])
+def test_a_reading_is_made_without_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a request thread would wait for them, until the device has computed all that it was given."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a tensor was made")
+
+    model = MODELS[name]()
+    config = merge_config(model, None, {"max_new_tokens": 30, "truncate": True})
+    inputs = read_inputs(model, [[5, 6] * 250], config)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", fail)
+        reading = PromptReading(model, inputs, config)
+    wanted = pad_prompts(
+        inputs.rows, model.config, config, model.device, "target" if name == "translator" else "prompt"
+    )
+    assert (reading.row, reading.limit) == (wanted.rows[0], int(wanted.limit))
+    assert torch.equal(reading.prompts.tokens, wanted.tokens)
+    assert torch.equal(reading.prompts.limit, wanted.limit)
+    assert (len(reading.row) == 400 - 30) == (name == "decoder")
 
 
 def test_texts_drawn_in_blocks_are_those_of_generate(

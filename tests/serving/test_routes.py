@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import itertools
 import json
 import threading
@@ -14,8 +16,9 @@ import pytest
 import torch
 
 import regard
+from generation.spoken import language_model
 from regard.models import Model
-from regard.serving import api_models
+from regard.serving import api_models, create_api
 from regard.web.requests import Limits
 from web.served import picture
 
@@ -143,6 +146,11 @@ def test_wrong_inputs_are_4xx_and_name_the_field(api: ServedApi) -> None:
     assert "64" in refused(api, "completions", 400, **body, n=65)
     assert "this server runs" in refused(api, "completions", 400, **body, n=60)
     assert "empty" in refused(api, "completions", 400, model="speaker", prompt=[""])
+    # Of a field that may have several types, the value is named, not a type that it need not have.
+    assert "at most 256 items" in refused(api, "completions", 400, model="speaker", prompt=["a"] * 257)
+    assert "prompt.0: input should be greater" in refused(api, "completions", 400, model="speaker", prompt=[-1])
+    parts = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert "type: input should be 'text'" in refused(api, "chat/completions", 400, model="chatty", messages=parts)
     chat = refused(api, "chat/completions", 400, model="chatty", messages=[{"role": "user", "content": None}])
     assert chat == "messages.0.content: input should be a valid string"
     many = refused(api, "completions", 413, model="speaker", prompt=["a"] * 100_000)
@@ -221,6 +229,69 @@ def test_texts_that_cannot_fit_are_refused_before_they_are_tokenised(
         ("classify", {"model": "classifier", "text": [long]}),
     ):
         assert "characters; model" in refused(api, route, 400, **body)
+
+
+def test_only_few_short_texts_are_read_in_the_event_loop(api: ServedApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread reads what takes longer: a WebP of 700 bytes may hold 16 million pixels."""
+    readers: list[threading.Thread] = []
+    for name in ("read_texts", "read_images"):
+        read = getattr(api_models.ApiModel, name)
+        record = lambda *args, read=read: (readers.append(threading.current_thread()), read(*args))[1]  # noqa: E731
+        monkeypatch.setattr(api_models.ApiModel, name, record)
+    requests: list[tuple[bool, str, dict[str, Any]]] = [
+        (True, "completions", {"model": "speaker", "prompt": [TEXT] * 8}),
+        (True, "translate", {"model": "translator", "text": TEXT}),
+        (True, "chat/completions", {"model": "chatty", "messages": [{"role": "user", "content": TEXT}]}),
+        (False, "completions", {"model": "speaker", "prompt": ["a"] * 9}),
+        (False, "completions", {"model": "speaker", "prompt": "the " * 501}),
+        (False, "completions", {"model": "speaker", "prompt": "a", "response_format": {"type": "json_object"}}),
+        (False, "caption", {"model": "captioner", "image": picture()}),
+    ]
+    for in_loop, route, body in requests:
+        httpx.post(f"{api.url}/v1/{route}", json=body | {"max_tokens": 1}, timeout=60)
+        assert (readers.pop() is api.thread) == in_loop, body
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["reads", "reads nothing"])
+def test_who_leaves_a_stream_cancels_it_at_once(blocks: bool) -> None:
+    """Also where the server waits until the client has room for more."""
+
+    async def leave() -> None:
+        app: Any = create_api({"speaker": language_model(max_len=4000)})
+        scheduler = app.app.state.serving.models["speaker"].scheduler
+        body = {"model": "speaker", "prompt": TEXT, "max_tokens": 3900, "logit_bias": {"2": -100}, "stream": True}
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        has_sent, is_gone = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> Any:
+            if messages:
+                return messages.pop()
+            await is_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                has_sent.set()
+                await asyncio.Event().wait() if blocks else None
+
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        async with app.app.router.lifespan_context(app.app):
+            asked = asyncio.ensure_future(app(scope, receive, send))
+            await has_sent.wait()
+            is_gone.set()
+            await asyncio.wait_for(asked, 1)
+            n_steps = scheduler.statistics.steps
+            while not scheduler.is_idle:
+                await asyncio.sleep(0.001)
+            assert scheduler.statistics.steps <= n_steps + 2
+            assert scheduler.statistics.cancelled == 1
+
+    gc.disable()  # at once, not when the garbage collector finds the generator
+    try:
+        asyncio.run(asyncio.wait_for(leave(), 20))
+    finally:
+        gc.enable()
 
 
 def test_more_prompts_than_the_queue_holds_are_not_told_to_come_back(models: dict[str, Model]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -25,7 +26,7 @@ from regard import cli
 from regard.models import Model
 from regard.web import explorer
 from regard.web import server as web_server
-from regard.web.requests import Limits
+from regard.web.requests import Limits, RequestGuard
 from web.served import HOME, TEXT, asking, opened, refusal
 
 
@@ -225,6 +226,29 @@ def test_idle_connections_at_few_descriptors(model: Model, caplog: pytest.LogCap
         clients[-1].connect(address)
         clients[-1].sendall(b"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert clients[-1].recv(12) == b"HTTP/1.1 200"
+
+
+def test_who_reads_nothing_is_disconnected() -> None:
+    """Else the rest of the response would be kept as long as the client likes."""
+    has_ended, limits = threading.Event(), Limits(stream_seconds=0.5)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        await send({"type": "http.response.start", "status": 200})
+        try:
+            while True:
+                await send({"type": "http.response.body", "body": bytes(65_536), "more_body": True})
+                await asyncio.sleep(0)
+        finally:
+            has_ended.set()
+
+    with serving(RequestGuard(app, limits), limits) as address, socket.create_connection(address, 5) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        for _ in range(12):  # who reads slowly is not
+            assert client.recv(1 << 20)
+            assert not has_ended.wait(0.05)
+        assert has_ended.wait(5)
 
 
 @pytest.mark.promise(6, "clients that leave a stream: the model is free at once")

@@ -27,6 +27,7 @@ from .prompts import Prompts
 from .sampling import filter_logits, has_filters
 from .stop_conditions import END, GOING_ON, LENGTH, Finish, StopStrings, finish_reason, stop_codes
 
+NO_TEXT = "the search found no text; the model's logits are not finite"
 _CORE_CACHE = 2**20  # numbers that fit into the cache of a CPU core
 _STRING_ENDS = 6  # continuations per beam that may complete a stop string at one step without narrowing the search
 _BLOCK = 64

@@ -29,6 +29,7 @@ from .prompts import Prompts, Sources, max_text_length, rope_depends_on_length
 
 CacheName = Literal["growing", "static", "static-bf16", "static-int8"]
 _CACHE_DTYPES: dict[CacheName, CacheDtype] = {"static-bf16": "bf16", "static-int8": "int8"}  # others: the model's
+NAN_LOGITS = "the model's logits are NaN; its training may have diverged"
 
 
 class DecodingEngine:
@@ -190,9 +191,17 @@ def plain_engine(model: Model, sources: Sources | None = None, cache: CacheName 
 
 
 def check_logits(logits: Tensor) -> Tensor:
+    """The logits, or log P computed from them, unless some are NaN."""
     if logits.isnan().any():
-        raise ValueError("the model's logits are NaN; its training may have diverged")
+        raise ValueError(NAN_LOGITS)
     return logits
+
+
+def likeliest_tokens(logits: Tensor) -> list[int]:
+    """The argmax of each row of logits (R, V); -1 for a row with NaN."""
+    best = logits.max(-1)  # NaN counts as the maximum
+    tokens: list[int] = best.indices.masked_fill(best.values.isnan(), -1).tolist()
+    return tokens
 
 
 def step_obstacle(model: Model, takes_bias: Callable[[Bias], bool] = lambda bias: False) -> str | None:

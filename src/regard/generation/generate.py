@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..models import Model
-from .beam_search import BeamSearch, BeamStep, Hypothesis
-from .cached_engine import CacheName, DecodingEngine, plain_engine
+from .beam_search import NO_TEXT, BeamSearch, BeamStep, Hypothesis
+from .cached_engine import CacheName, DecodingEngine, check_logits, plain_engine
 from .captured_search import run_captured
 from .constrained_search import ConstrainedSearch, Term
 from .cuda_graph import CudaGraphEngine, can_capture, graph_decode_loop
@@ -142,6 +142,8 @@ def _generate_group(
     else:
         search = ConstrainedSearch(engine, config, eos_id, terms, strings, in_word)
     hypotheses = run_captured(search, prompts) or search.run(prompts)
+    if not all(hypotheses):
+        raise ValueError(NO_TEXT)
     n_steps = max(len(text.tokens) for texts in hypotheses for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)
 
@@ -223,6 +225,7 @@ def _next_tokens(steps: Iterator[ChosenTokens], *models: Model | None) -> Iterat
             chosen = next(steps, None)
         if chosen is None:
             return
+        check_logits(chosen.log_probs)
         yield int(chosen.tokens[0])
 
 
@@ -246,6 +249,7 @@ def _collect_hypotheses(
     """The greedy or sampled texts of each prompt, best first."""
     copies = config.n_best
     rows, *chosen = (torch.cat(parts).cpu() for parts in zip(*steps, strict=True))
+    check_logits(chosen[1])
     order, counts = rows.argsort(stable=True), rows.bincount(minlength=n_prompts * copies).tolist()
     hypotheses = []
     for tokens, log_probs, codes in zip(*(x[order].split(counts) for x in chosen), strict=True):

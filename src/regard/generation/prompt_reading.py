@@ -33,7 +33,7 @@ from .captured_reading import N_ROWS, N_TEXTS, CapturedReading, write_memory
 from .cpu_engine import MemoryKeys, RowBlock, RowDecoder, packed_weights, row_block_obstacle, row_norm, row_obstacle
 from .cuda_graph import can_capture
 from .generation_config import GenerateConfig
-from .prompts import ModelInputs, Prompts, max_text_length, pad_prompts, pad_sources
+from .prompts import ModelInputs, Prompts, check_prompts, max_text_length, pad_sources
 from .ragged_rows import RaggedKeys, RaggedRows
 
 PROMPT_PART = 128  # tokens per part
@@ -110,10 +110,9 @@ class PromptReading:
         self, model: Model, inputs: ModelInputs, config: GenerateConfig, prefixes: PrefixCache | None = None
     ) -> None:
         name = "prompt" if inputs.sources is None else "target"
-        # On the host: readings are made in request threads, which would wait there for what the device computes.
-        self._host_prompts = pad_prompts(inputs.rows, model.config, config, torch.device("cpu"), name)
-        self.inputs, self.row = inputs, self._host_prompts.rows[0]
-        self.limit = int(self._host_prompts.limit[0])  # maximum of new tokens
+        self.inputs, (self.row,) = inputs, check_prompts(inputs.rows, model.config, config, name)
+        most = max_text_length(model.config, target=name == "target") - len(self.row)
+        self.limit = min(config.max_new_tokens, most)  # maximum of new tokens
         self.n_source = 0 if inputs.sources is None else len(inputs.sources[0])
         self.n_read = 0
         self.logits: Tensor | None = None  # (1, V) after the prompt, once it is read
@@ -125,8 +124,9 @@ class PromptReading:
 
     @cached_property
     def prompts(self) -> Prompts:
-        """The prompt as a batch of one on the model's device."""
-        return self._host_prompts.to(self._model.device)
+        """The prompt as a batch of one. Readings are made in request threads, which would wait here for a busy GPU."""
+        tokens, limit = (torch.tensor(x, device=self._model.device) for x in ([self.row], [self.limit]))
+        return Prompts([self.row], tokens, None, limit)
 
     @property
     def is_read(self) -> bool:

@@ -44,10 +44,6 @@ class Prompts:
         """The tokens (B, T), -1 at padding."""
         return self.tokens if self.positions is None else torch.where(self.positions < 0, -1, self.tokens)
 
-    def to(self, device: torch.device) -> Prompts:
-        positions = None if self.positions is None else self.positions.to(device)
-        return Prompts(self.rows, self.tokens.to(device), positions, self.limit.to(device))
-
 
 @dataclass(frozen=True, eq=False)
 class Sources:

@@ -4,7 +4,7 @@ slots = open_slots(model, size, max_slots)           ``size`` rows per slot: 1, 
 slot = slots.join(reading)                           for a prompt that has been read (``prompt_reading``)
 logits = slots.decode(tokens)                        one token for every row of every taken slot
 block = slots.start_block(draws)                     several tokens for every slot (``GraphSlots``)
-slots.select(slot, parents)                          reorder the beams of one slot
+slots.select_all(slots, parents)                     reorder the beams of each of these slots
 slots.leave(slot)
 
 A text's numbers do not depend on its neighbours. On a CPU, the packed products of oneDNN and the int8 products compute
@@ -64,9 +64,9 @@ class TokenBlock(NamedTuple):
     read: Callable[[], tuple[Tensor, ...]]
 
     def wait(self) -> list[list[int]]:
-        """The tokens of each slot, in the order of ``slots``."""
-        (history,) = self.read()  # (steps, R)
-        columns = history.T.tolist()
+        """The tokens of each slot, in the order of ``slots``; -1 where the logits are NaN."""
+        history, log_probs = self.read()  # (steps, R)
+        columns = history.masked_fill(log_probs.isnan(), -1).T.tolist()
         return [columns[slot.index] for slot in self.slots]
 
 
@@ -107,14 +107,10 @@ class SeparateSlots:
         slots only decode step by step."""
         return None
 
-    def select(self, slot: Slot, parents: Tensor) -> None:
-        """Row r of a slot continues its row parents[r]."""
-        self._engines[slot].select(parents)
-
     def select_all(self, slots: list[Slot], parents: Tensor) -> None:
-        """``select`` for several slots, parents (n, size)."""
+        """Row r of slot n continues its row parents[n, r]."""
         for slot, slot_parents in zip(slots, parents, strict=True):
-            self.select(slot, slot_parents)
+            self._engines[slot].select(slot_parents)
 
     def _write(self, slot: Slot, reading: PromptReading) -> None:
         engine = copy(reading.engine)  # a copy, as several texts may follow one prompt
@@ -239,9 +235,6 @@ class CpuSlots(SeparateSlots):
         k, v = buffer.unbind()
         return k, v
 
-    def select(self, slot: Slot, parents: Tensor) -> None:
-        self.select_all([slot], parents[None])
-
     def select_all(self, slots: list[Slot], parents: Tensor) -> None:
         index, visible = torch.tensor([slot.index for slot in slots]), self.keys.visible
         past = visible[index]  # (n, size, columns)
@@ -301,8 +294,8 @@ class GraphSlots(SeparateSlots):
         state, draws, logits = self._decoder.state, self._decoder.draws, self._decoder.logits().float()
         drawn = draw_tokens(logits * self._inverse[:, None], draws.gather(1, state.steps[:, None])[:, 0])
         state.advance()
-        tokens = torch.where(self._inverse > 0, drawn, logits.argmax(-1))
-        state.append(tokens, torch.zeros_like(state.log_probs[0]))
+        best = logits.max(-1)
+        state.append(torch.where(self._inverse > 0, drawn, best.indices), best.values)  # of log P, only NaN is read
 
     def join(self, reading: PromptReading) -> Slot:
         slot = Slot(self._free[-1], self)
@@ -345,7 +338,7 @@ class GraphSlots(SeparateSlots):
         if draws:
             self._set_draws(draws)
         (self._mixed_steps if draws else self._greedy_steps)()
-        return TokenBlock(list(self.taken), copy_to_host((state.history[:BLOCK_STEPS],)))
+        return TokenBlock(list(self.taken), copy_to_host((state.history[:BLOCK_STEPS], state.log_probs[:BLOCK_STEPS])))
 
     def _set_draws(self, draws: Mapping[Slot, BlockDraws]) -> None:
         temperatures, numbers = [math.inf] * self._decoder.shape.rows, list[list[float]]()
@@ -356,9 +349,6 @@ class GraphSlots(SeparateSlots):
         # The inverses that torch computes on a GPU to divide by a number: single steps draw the same tokens.
         self._inverse.copy_(upload(temperatures, self._inverse).reciprocal())
         self._decoder.draws[rows, :BLOCK_STEPS] = upload(numbers, self._decoder.draws)
-
-    def select(self, slot: Slot, parents: Tensor) -> None:
-        self.select_all([slot], parents[None])
 
     def select_all(self, slots: list[Slot], parents: Tensor) -> None:
         keys = self._decoder.keys

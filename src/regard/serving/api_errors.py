@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import RegardError
 from ..web.requests import INTERNAL_ERROR, RequestRefused
-from ..web.server import sentence_of
+from ..web.server import main_problem, sentence_of
 from .request_queue import QueueFull
 from .scheduler import SchedulerClosed
 
@@ -42,7 +42,7 @@ def error_document(error: Exception) -> tuple[int, dict[str, Any], dict[str, str
         case RequestRefused():
             return error.status, error_body(error.status, str(error)), {}
         case RequestValidationError():
-            problem = error.errors()[0]
+            problem = main_problem(error)
             names = [part for part in problem.get("loc", ()) if part not in ("body", "query", "path")]
             field = names[0][:100] if names and isinstance(names[0], str) else None  # a number: a place in the body
             return 400, error_body(400, sentence_of(problem), field), {}

@@ -62,7 +62,8 @@ def refusal_body(path: str, status: int, sentence: str) -> dict[str, Any]:
 def new_application(
     models: Sequence[ServedModel | ApiModel] | dict[str, Model], limits: Limits, has_explorer: bool = False
 ) -> Any:
-    """The FastAPI application; ``app.state.serving`` is its ``ServingState``."""
+    """The FastAPI application; ``app.state.serving`` is its ``ServingState``. It does not notice that a client leaves:
+    ``RequestGuard``, or whatever calls it, cancels the request."""
     from fastapi import FastAPI
 
     from ..web.served_models import name_models

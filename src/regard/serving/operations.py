@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 import time
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _CLIENT_GONE = 499  # nginx' status for a client that closed the connection before the response
 _LOGGED_BYTES = 65_536  # of a request or response body, when texts are logged
+_LOG = logging.getLogger("uvicorn.error")  # where other internal errors are logged
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -72,7 +74,10 @@ class Operations:
             key = request.scope[INFO].get("key", "")
             self.metrics.observe(request.scope["method"], request.route, status, key, first, whole)
             if self.write_log is not None:
-                self.write_log(json.dumps(request.log_entry(status, key, first, whole), ensure_ascii=False))
+                try:
+                    self.write_log(json.dumps(request.log_entry(status, key, first, whole), ensure_ascii=False))
+                except OSError as error:  # a full disk: the response is not to blame
+                    _LOG.error("the access log cannot be written: %s", error.strerror or error)
 
 
 class _ObservedRequest:
@@ -90,8 +95,7 @@ class _ObservedRequest:
     @property
     def route(self) -> str:
         """The route's path pattern rather than the path, which bounds the number of metric labels."""
-        route: Any = self.scope.get("route")
-        return str(getattr(route, "path", "") or self.scope[INFO].get("route", "other"))
+        return str(self.scope[INFO].get("route", "other"))
 
     async def receive(self) -> Message:
         message = await self._receive()

@@ -38,9 +38,11 @@ class _RunningApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.n_requests += 1
         self.is_idle.clear()
+        own = {**scope}  # the application adds itself to it, and a connection keeps its last scope
         try:
-            await self.app(scope, receive, send)
+            await self.app(own, receive, send)
         finally:
+            scope.setdefault(INFO, {})["route"] = getattr(own.get("route"), "path", "") or "other"
             self.n_requests -= 1
             if not self.n_requests:
                 self.is_idle.set()
@@ -129,7 +131,8 @@ class ReloadableApp:
 
     async def _finish(self, old: _RunningApp) -> None:
         await old.finish()
-        freeze_live_objects()  # the new models, and no longer the old ones
+        del old  # or the old models would be frozen, and so be kept, with the new ones
+        freeze_live_objects()
 
     def _start_reload(self) -> None:
         async def run() -> None:

@@ -197,13 +197,13 @@ def _as_list(inputs: Any) -> list[Any]:
 async def _build(build: Callable[[], Writing], inputs: list[Any], body: SearchBody) -> Writing:
     """Build the requests of ``inputs``: texts, token ids, messages or images.
 
-    Few short ones are read here, since handing them to a thread takes longer than reading them. For others, a thread
-    keeps the streams from waiting.
+    Few short texts are read here, since handing them to a thread takes longer than reading them. Other inputs, images
+    (some hundred bytes may hold millions of pixels) and grammars are read in a thread, so that no stream waits.
     """
     n_characters = sum(len(item["content"] if isinstance(item, dict) else item) for item in inputs)
     is_short = len(inputs) <= _SHORT_INPUTS and n_characters <= _SHORT_CHARACTERS
-    has_grammar = isinstance(body, OpenAIBody) and body.response_format is not None
-    return build() if is_short and not has_grammar else await asyncio.to_thread(build)
+    takes_long = isinstance(body, CaptionBody) or getattr(body, "response_format", None) is not None
+    return build() if is_short and not takes_long else await asyncio.to_thread(build)
 
 
 def _new_writing(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..generation.beam_search import BeamSearch, Hypothesis
+from ..generation.cached_engine import NAN_LOGITS
 from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompt_reading import PromptReading
@@ -164,6 +165,8 @@ class SampledText:
         """Append tokens that were decoded as a block, up to the end of the text; returns their event."""
         first = len(self.tokens)
         for token in tokens:
+            if token < 0:
+                raise ValueError(NAN_LOGITS)
             finish, n_ending = self._end(token)
             self.tokens.append(token)
             if finish is not None:
@@ -192,14 +195,14 @@ class SampledText:
 def choose_tokens(
     texts: Sequence[SampledText], logits: Tensor, likeliest: Sequence[int]
 ) -> list[TokenEvent | Exception]:
-    """Choose the next token of each text from logits (R, V); ``likeliest`` is their argmax.
+    """Choose the next token of each text from logits (R, V); ``likeliest`` is their argmax, -1 where they are NaN.
 
     Returns an event, or the exception that a text raised, for each row.
     """
-    chosen: list[int | Exception] = list(likeliest)
+    chosen: list[int | Exception] = [ValueError(NAN_LOGITS) if token < 0 else token for token in likeliest]
     groups: dict[Hashable, list[int]] = {}
     for row, text in enumerate(texts):
-        if text.chooses:
+        if text.chooses and likeliest[row] >= 0:
             groups.setdefault(text.sampling_group, []).append(row)
     for rows in groups.values():
         for row, token in zip(rows, _choose_together([texts[row] for row in rows], logits[rows]), strict=True):
@@ -250,6 +253,8 @@ def _log_probs(
 class SearchedText:
     """A beam search: advanced together with others of the same config, or alone if it depends on the text so far."""
 
+    takes_blocks = True  # asked only where searches are captured
+
     def __init__(self, request: TextRequest, eos_id: int | None) -> None:
         self.request = request
         self.joins = can_join(request.config) and request.strings is None
@@ -258,10 +263,8 @@ class SearchedText:
         if not self.joins:
             self._search.begin(request.reading.prompts)
 
-    @property
-    def takes_blocks(self) -> bool:
-        """Always False: where searches are captured, all of a batch are."""
-        return False
+    def next_draws(self, n_before: int, n: int) -> None:
+        """None: a search draws nothing."""
 
     def steps(self, logits: Tensor) -> list[SearchStep]:
         """One step of a search that is advanced alone, from the logits of its beams (k, V)."""

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..errors import first_line
-from ..generation.beam_search import Hypothesis
+from ..generation.beam_search import NO_TEXT, Hypothesis
+from ..generation.cached_engine import likeliest_tokens
 from ..generation.cuda_graph import BLOCK_STEPS, can_choose_captured
 from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
@@ -238,7 +239,7 @@ class TextBatches:
         if not slots.has_blocks:
             return 0
         previous = slots.block
-        in_blocks = isinstance(slots, SearchSlots) or all(slot.owner.takes_blocks for slot in slots.taken)
+        in_blocks = all(slot.owner.takes_blocks for slot in slots.taken)
         slots.block = slots.start_block(_draws(slots)) if in_blocks else None
         if previous is not None:
             for slot, result in zip(previous.slots, previous.wait(), strict=True):
@@ -264,12 +265,12 @@ class TextBatches:
 
     def _step_once(self, slots: SeparateSlots) -> int:
         """Decode one token of every text of a batch; returns the number of steps."""
-        if not slots.taken or isinstance(slots, SearchSlots):
+        if not slots.taken:
             return 0
         tokens = [token for slot in slots.taken for token in slot.next_tokens]
         logits = slots.decode(torch.tensor(tokens, device=self.model.device))
         if slots.size == 1:
-            self._write_tokens(list(slots.taken), logits, logits.argmax(-1).tolist())
+            self._write_tokens(list(slots.taken), logits, likeliest_tokens(logits))
         else:
             self._step_searches(slots, logits.unflatten(0, (-1, slots.size)))
         return 1
@@ -332,8 +333,7 @@ class TextBatches:
     def _count_steps(self, slot: Slot, n: int, found: list[Hypothesis] | None) -> None:
         """Count n steps of a search, one token each, and report the texts that it has found once it is over."""
         if found == []:
-            error = ValueError("the search found no text; the model's logits are not finite")
-            self._reporter.end(slot.owner.request, FailureEvent(error))
+            self._reporter.end(slot.owner.request, FailureEvent(ValueError(NO_TEXT)))
             return
         if found is not None:
             self._reporter.report(slot.owner.request, SearchEvent(found), is_urgent=True)
@@ -365,8 +365,6 @@ class TextBatches:
 
 def _draws(slots: SeparateSlots) -> dict[Slot, BlockDraws]:
     """How the next block of tokens is sampled, for the texts that are not greedy."""
-    if isinstance(slots, SearchSlots):
-        return {}
     running = set() if slots.block is None else set(slots.block.slots)  # their last tokens are still being computed
     draws = {slot: slot.owner.next_draws(BLOCK_STEPS * (slot in running), BLOCK_STEPS) for slot in slots.taken}
     return {slot: each for slot, each in draws.items() if each is not None}

@@ -13,7 +13,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from .api_keys import ApiKeys
 
@@ -44,7 +44,7 @@ class Limits:
     kept_looks: int = 64
     model_seconds: float = 300.0  # for a request that runs a model, including its time in the queue
     request_seconds: float = 60.0  # for any other request
-    stream_seconds: float = 600.0
+    stream_seconds: float = 600.0  # for a stream of the explorer, and for any client to read what it was sent
     waiting: int = 256  # requests in the queue
     walk_tokens: int = 512  # of a text for which the model runs again to show v; a longer one is shown without v
     capture_tokens: int = 4096  # of a text whose activations are captured in one pass
@@ -136,6 +136,8 @@ class RequestGuard:
             if self._keys is not None and await self._log_in(self._keys, scope, headers, send_with_headers):
                 return
             messages = [await self._read_body(receive)]
+            if messages[0]["type"] == "http.disconnect":
+                return
             n_held = len(messages[0].get("body", b""))
             await self._call_app(scope, receive, send_with_headers, messages)
         except RequestRefused as refused:
@@ -319,17 +321,9 @@ def _is_address(name: str) -> bool:
 _LIMITS = Limits()
 
 
-def _check_unicode(text: str) -> str:
-    """Refuse half a surrogate pair: JSON can express it ("\\ud800"), but UTF-8 and tokenizers cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as wrong:
-        raise ValueError(f"character {wrong.start} is half of a surrogate pair") from None
-    return text
-
-
-ModelName = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_check_unicode)]
-BodyText = Annotated[str, Field(max_length=_LIMITS.characters), AfterValidator(_check_unicode)]
+# pydantic refuses half a surrogate pair in them, which JSON can express ("\ud800"), but tokenizers cannot.
+ModelName = Annotated[str, Field(min_length=1, max_length=300)]
+BodyText = Annotated[str, Field(max_length=_LIMITS.characters)]
 BodyImage = Annotated[str, Field(max_length=_LIMITS.body_bytes)]  # an image file in base64, bare or as a data: URL
 Index = Annotated[int, Field(ge=0, lt=2**31)]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import re
 import signal
@@ -95,7 +97,7 @@ def _add_error_handlers(app: Any) -> None:
             case RequestRefused():
                 return error.status, str(error)
             case RequestValidationError():
-                return 422, sentence_of(error.errors()[0])
+                return 422, sentence_of(main_problem(error))
             case HTTPException():
                 return error.status_code, str(error.detail)
             case ValueError() | TypeError() | RegardError():
@@ -113,6 +115,12 @@ def _add_error_handlers(app: Any) -> None:
     ours = (NotModified, RequestRefused, RegardError)
     for kind in (*ours, RequestValidationError, HTTPException, ValueError, TypeError, Exception):
         app.add_exception_handler(kind, handle)
+
+
+def main_problem(error: Any) -> dict[str, Any]:
+    """The problem of a request to report: a value that is wrong rather than another type that a field may have."""
+    problems: list[dict[str, Any]] = error.errors()
+    return next((x for x in problems if not x["type"].endswith(("_type", "_parsing"))), problems[0])
 
 
 def sentence_of(problem: dict[str, Any]) -> str:
@@ -221,7 +229,7 @@ def server_config(
     import uvicorn
 
     backlog, max_connections = _connection_limits()
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=_timed_protocol(limits, max_connections),
         backlog=backlog,
@@ -232,13 +240,21 @@ def server_config(
         timeout_graceful_shutdown=shutdown_seconds,
         **({} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}),
     )
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
+    return config
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Drop the tracebacks of requests that did not finish in the time they get at the end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _timed_protocol(limits: Limits, max_connections: int) -> type:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc]  # one of two classes
-        """Closes a connection if the next request's first line and headers do not arrive in time.
+        """Closes a connection if the next request's first line and headers do not arrive in time, or if its client
+        does not read what it has been sent.
 
         uvicorn's own timeout covers the time between two requests and ends with the first byte. httptools has no limit
         on the size of headers, so those past ours are dropped as they arrive.
@@ -263,7 +279,17 @@ def _timed_protocol(limits: Limits, max_connections: int) -> type:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._deadline.cancel()
+            if self.flow.write_paused:
+                self._unread.cancel()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._unread = self.loop.call_later(limits.stream_seconds, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            self._unread.cancel()
+            super().resume_writing()
 
         def on_response_complete(self) -> None:
             last = self.cycle
