@@ -80,6 +80,9 @@ def test_korean_column_names_are_known_and_others_are_suggested_in_order(tmp_pat
     )
     assert run("data", "describe", path, "--tokenizer", "none") == 0, capsys.readouterr().err
     assert "영화 1 → 부정" in capsys.readouterr().out
+    path.write_text("번호,리뷰,별점\n" + "".join(f"{n},영화 {n},{n % 2}\n" for n in range(9)), encoding="utf-8")
+    assert run("data", "describe", path, "data.columns=리뷰,별점", "--tokenizer", "none") == 0
+    assert "영화 1 → 1" in capsys.readouterr().out, "two columns are no texts, though one is known to hold them"
     path.write_text("번호,감상,별점\n1,좋다,5\n2,나쁘다,1\n", encoding="utf-8")
     assert run("data", "describe", path, "--tokenizer", "none") == 1
     assert "data.columns=감상,별점" in capsys.readouterr().err

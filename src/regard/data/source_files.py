@@ -206,7 +206,8 @@ def _guess_kind(
         return "text"
     if any(isinstance(x, int) and x >= len(keys) for x in columns):
         return "pairs"  # reading the file reports the missing column
-    if header and (guess := schema_of_keys([x if isinstance(x, str) else keys[x] for x in columns], None)):
+    guess = schema_of_keys([x if isinstance(x, str) else keys[x] for x in columns], None) if header else None
+    if guess is not None and not guess.guessed:
         return guess.kind
     indices = [x if isinstance(x, int) else keys.index(x) for x in columns if x in keys or isinstance(x, int)]
     cells = [[row[index] for index in indices] for row in body if len(row) > max(indices, default=0)]
