@@ -20,6 +20,7 @@ from generation.spoken import language_model, translator
 from regard.cli import EXAMPLES, app, main
 from regard.config.overrides import fields_to_dict
 from regard.foundation.language import localise
+from regard.training.console_display import format_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES: dict[str, dict[str, str]] = tomllib.loads((ROOT / "src/regard/foundation/korean.toml").read_text("utf-8"))
@@ -147,6 +148,20 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["translate", "runs/lm", "hi"], 1, ". lm 과제의 모델입니다: regard generate runs/lm\n"),
         (["train", "--resume", "translator"], 3, "translator에 run.json이 없어 학습 실행이 아닙니다"),
         (["eval", "translator"], 1, "무엇으로 평가할지 data.source=…로 알려 주세요."),
+        (["cost", "gpt2", "--device", "h20"], 2, "'h20' 장치는 없습니다. 혹시 h200인가요?"),
+        (["ablate", "haeds"], 2, "'haeds' 절제 실험은 없습니다. 혹시 heads인가요?"),
+        (
+            ["train", "lm", "data=text.txt", "data.tokenizer=x"],
+            1,
+            "tokenizer.json, SentencePiece의 .model이어야 합니다.",
+        ),
+        (
+            ["train", "lm", "--config", "no.yaml"],
+            2,
+            "no.yaml을(를) 읽을 수 없습니다: 그런 파일이나 디렉터리가 없습니다",
+        ),
+        (["train", "lm", "train.lr=-1"], 2, "train.lr=-1.0: 양수여야 합니다."),
+        (["look", "runs/lm", "hi", "--kind", "cross"], 2, "--kind 'cross': 이 모델의 어텐션은 'self'입니다."),
     ],
 )
 def test_errors(
@@ -206,6 +221,11 @@ def test_what_is_not_in_the_catalog_and_what_people_wrote_stays() -> None:
     for text in ("no such sentence", "", "  data", "lost: 3", "step 3/9  loss 0.1", "김 선생님 → Ms. Kim"):
         assert localise(text) == ("  데이터" if text == "  data" else text)
     assert localise("wrote examples") == "저장: examples", "a name is no sentence"
+    assert localise("3 rows; 1 blank; wrote x.csv") == "3행; 빈 행 1개; 저장: x.csv"
+    assert localise("3 rows; and a sentence") == "3 rows; and a sentence", "no half of a line"
+    assert format_rows([{"source": "data", "output": "x" * 9}], 18)[0] == "  입력  data", (
+        "a sample is what people wrote"
+    )
 
 
 def test_english_reads_no_catalog() -> None:

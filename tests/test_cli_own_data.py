@@ -73,6 +73,21 @@ def test_a_table_of_other_names_is_what_the_task_learns_from(tmp_path: Path, cap
     )
 
 
+def test_korean_column_names_are_known_and_others_are_suggested_in_order(tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "films.csv"
+    path.write_text(
+        "번호,리뷰,감정\n" + "".join(f"{n},영화 {n},{'긍부'[n % 2]}정\n" for n in range(9)), encoding="utf-8"
+    )
+    assert run("data", "describe", path, "--tokenizer", "none") == 0, capsys.readouterr().err
+    assert "영화 1 → 부정" in capsys.readouterr().out
+    path.write_text("번호,리뷰,별점\n" + "".join(f"{n},영화 {n},{n % 2}\n" for n in range(9)), encoding="utf-8")
+    assert run("data", "describe", path, "data.columns=리뷰,별점", "--tokenizer", "none") == 0
+    assert "영화 1 → 1" in capsys.readouterr().out, "two columns are no texts, though one is known to hold them"
+    path.write_text("번호,감상,별점\n1,좋다,5\n2,나쁘다,1\n", encoding="utf-8")
+    assert run("data", "describe", path, "--tokenizer", "none") == 1
+    assert "data.columns=감상,별점" in capsys.readouterr().err
+
+
 def test_another_encoding_is_said(tmp_path: Path, capsys: Said) -> None:
     path = tmp_path / "pairs.csv"
     path.write_bytes(("en,ko\n" + "".join(f"sentence {n},문장 {n}\n" for n in range(30))).encode("cp949"))

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_a_column_by_name_or_number_and_a_message_that_lists_them(
     assert by_name.splitlines()[0] == "opinion,stars,predicted_label,probability"
     err = refused(capsys, 2, "classify", models["classifier"], "--file", path, "--column", "text")
     assert f"--column text: {path} has the columns opinion, stars" in err
+
+
+def test_korean_columns_are_found_as_macos_writes_them_too(
+    models: dict[str, Path], tmp_path: Path, capsys: Said
+) -> None:
+    path, names = tmp_path / "table.csv", unicodedata.normalize("NFD", "번호,리뷰")
+    path.write_text(f"{names}\n1,the cat\n2,a dog\n", encoding="utf-8")
+    found = told(capsys, "classify", models["classifier"], "--file", path, "--column", "리뷰")
+    assert found == told(capsys, "classify", models["classifier"], "--file", path), "a known name"
+    assert found.splitlines()[0] == f"{names},predicted_label,probability"
 
 
 def test_new_columns_never_replace_old_ones(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:

@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def write_images(folder: Path) -> str:
             pixels = chosen.integers(low, low + 128, (8, 8, 1), dtype=np.uint8).repeat(3, axis=2)
             Image.fromarray(pixels).save(folder / "images" / name / f"{number}.png")
     return str(folder / "images")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes", "chars"])
+def test_a_run_reads_decomposed_hangul_as_its_data(kind: str, tmp_path: Path) -> None:
+    """macOS writes syllables as letters; the data of a run is composed, and so are the texts its model gets."""
+    (tmp_path / "a.txt").write_text("나는 학교에 간다\n" * 20, encoding="utf-8")
+    words = [f"data={tmp_path / 'a.txt'}", f"data.tokenizer={kind}", "data.vocab_size=300"]
+    decomposed = unicodedata.normalize("NFD", "나는 학교")
+    for normalise in ("NFC", "none"):
+        config = run_config("lm", [*words, f"data.normalise={normalise}"])
+        task = open_task(config, open_source(config.data))
+        same = task.tokenizer.encode("나는 학교") == task.tokenizer.encode(decomposed)
+        assert same == (normalise == "NFC" or kind == "chars")
 
 
 IMAGES = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.errors import RegardError, UsageError
+from regard.foundation.language import localise
 
 from . import completion, terminal
 from .options import AsJson, Beam, Device, Dtype, ModelPath, NewTokens, argument, flag, option
@@ -199,7 +200,7 @@ def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) 
     if as_json:
         terminal.print_json(comparison.to_dict())
         return
-    print(f"{comparison.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common")
+    print(localise(f"{comparison.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common"))
     print("layer  " + "  ".join(f"head {h:<2}" for h in range(1, comparison.divergence.shape[1] + 1)))
     for (one, two), row in zip(comparison.layers, comparison.divergence.tolist(), strict=True):
         name = str(one + 1) if one == two else f"{one + 1}/{two + 1}"

@@ -10,6 +10,7 @@ import csv
 import importlib
 import io
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -112,8 +113,13 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
 
 
 def _choose_column(path: Path, names: Sequence[str], requested: str | None, images: bool, nested: bool) -> str:
-    """The requested column, by name or number; without a request, the one with a known name, or the only one."""
+    """The requested column, by name or number; without a request, the one with a known name, or the only one.
+
+    Names are compared in NFC, because macOS writes Hangul decomposed.
+    """
+    composed = {unicodedata.normalize("NFC", name): name for name in names}
     if requested is not None:
+        requested = composed.get(unicodedata.normalize("NFC", requested), requested)
         if requested in names or (nested and requested.split(".")[0] in names):
             return requested
         if requested.isdigit() and int(requested) < len(names):
@@ -121,7 +127,7 @@ def _choose_column(path: Path, names: Sequence[str], requested: str | None, imag
         columns = f"the columns {', '.join(names)}" if names else "no records"
         raise ValueError(f"column={requested}: {path} has {columns}")
     known = COLUMN_NAMES["image"] if images else (*COLUMN_NAMES["source"], *COLUMN_NAMES["text"])
-    lower = {name.lower(): name for name in names}
+    lower = {key.lower(): name for key, name in composed.items()}
     if (match := next((lower[name] for name in known if name in lower), None)) is not None:
         return match
     if len(names) <= 1:

@@ -33,24 +33,24 @@ _FORMATS: dict[str, Format] = {
 _TABLES = (".tsv", ".csv", ".jsonl", ".ndjson")
 _SAMPLE_ROWS = 1000
 COLUMN_NAMES: dict[str, tuple[str, ...]] = {
-    "source": ("source", "src", "input", "english", "en"),
-    "target": ("target", "tgt", "output", "translation"),
-    "text": ("text", "document", "sentence", "review", "content"),
-    "label": ("label", "class", "sentiment", "category", "labels"),
-    "image": ("image", "file", "filename", "file_name", "path"),
-    "caption": ("caption", "captions"),
+    "source": ("source", "src", "input", "english", "en", "원문"),
+    "target": ("target", "tgt", "output", "translation", "번역", "번역문"),
+    "text": ("text", "document", "sentence", "review", "content", "글", "문장", "본문", "내용", "리뷰", "텍스트"),
+    "label": ("label", "class", "sentiment", "category", "labels", "레이블", "라벨", "분류", "감정"),
+    "image": ("image", "file", "filename", "file_name", "path", "이미지", "파일"),
+    "caption": ("caption", "captions", "캡션"),
     "words": ("tokens", "words"),
     "tags": ("tags", "ner_tags", "pos_tags", "labels"),
-    "prompt": ("prompt", "instruction", "question"),
+    "prompt": ("prompt", "instruction", "question", "프롬프트", "질문"),
     "input": ("input",),
-    "answer": ("completion", "answer", "response", "output"),
+    "answer": ("completion", "answer", "response", "output", "답", "답변"),
     "messages": ("messages", "conversations"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
     "anchor": ("anchor", "query"),
     "positive": ("positive", "pos"),
     "negative": ("negative", "neg"),
-    "question": ("question",),
+    "question": ("question", "질문"),
     "passages": ("passages", "contexts"),
 }
 _LANGUAGE_NAMES = """
@@ -166,8 +166,8 @@ def schema_of_keys(keys: list[str], kind: Kind | None) -> Schema | None:
 def _suggest_columns(keys: list[str], kind: Kind) -> str:
     """The columns with known names for this kind, and the last columns for the rest."""
     known = [next((key for key in keys if key.lower() in COLUMN_NAMES[role]), None) for role in _COLUMNS_OF[kind][-1]]
-    rest = [key for key in keys if key not in known]
-    return ",".join(key or rest.pop() for key in known)
+    rest = iter([key for key in keys if key not in known][-known.count(None) :])
+    return ",".join(key or next(rest, "…") for key in known)
 
 
 def _json_schema(path: Path, form: Format, options: DataConfig) -> Schema:
@@ -206,7 +206,8 @@ def _guess_kind(
         return "text"
     if any(isinstance(x, int) and x >= len(keys) for x in columns):
         return "pairs"  # reading the file reports the missing column
-    if header and (guess := schema_of_keys([x if isinstance(x, str) else keys[x] for x in columns], None)):
+    guess = schema_of_keys([x if isinstance(x, str) else keys[x] for x in columns], None) if header else None
+    if guess is not None and not guess.guessed:
         return guess.kind
     indices = [x if isinstance(x, int) else keys.index(x) for x in columns if x in keys or isinstance(x, int)]
     cells = [[row[index] for index in indices] for row in body if len(row) > max(indices, default=0)]

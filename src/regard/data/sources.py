@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config import DataConfig, Kind
 from ..errors import BadData
+from ..foundation.language import localise
 from .corpora import CORPORA, Corpus, fingerprint, open_corpus
 from .example_files import ExampleFile, ExampleWriter, content_key, read_source, write_source
 from .examples import (
@@ -116,9 +117,9 @@ def open_source(
         if key is not None:
             opened = _to_cache(key, opened)
     if opened.report.n_bad:
-        _log.warning("%s", opened.report.to_text(refused=False))
+        _log.warning("%s", localise(opened.report.to_text(refused=False)))
     for file, encoding in opened.report.encodings.items():
-        _log.warning("%s is read as %s; encoding=… sets another encoding", file, encoding.upper())
+        _log.warning("%s", localise(f"{file} is read as {encoding.upper()}; encoding=… sets another encoding"))
     return opened
 
 

@@ -1,7 +1,8 @@
 """The language of the command line, and the translation of its output.
 
 Commands, help and reports are written in English. When they are printed, `localise` looks them up in korean.toml, whose
-keys are the English sentences with `{…}` for variable parts. Text without an entry stays English.
+keys are the English sentences with `{…}` for variable parts. A line without an entry is put together of those of its
+clauses ("…; …") if all have one; any other text stays English.
 """
 
 from __future__ import annotations
@@ -65,4 +66,7 @@ def _localise_line(line: str) -> str:
             # A variable part may be a sentence with its own entry; a single word is a name.
             values = {name: _localise_line(x) if " " in x else x for name, x in match.groupdict().items()}
             return before + korean.format(**values) + after
-    return line
+    clauses = text.split("; ")
+    localised = [_localise_line(clause) for clause in clauses] if len(clauses) > 1 else clauses
+    is_known = all(one != other for one, other in zip(clauses, localised, strict=True))
+    return f"{before}{'; '.join(localised)}{after}" if is_known else line

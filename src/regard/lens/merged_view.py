@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention.attention_map import Pick, as_span
 from ..attention.frame import ALL
 from ..foundation.checks import check_positive
+from ..foundation.language import localise
 from .labels import Label, join_labels
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Looks(NamedTuple):
 
     def __str__(self) -> str:
         targets = ", ".join(f"{label.text!r} {weight:.3f}" for label, weight in self.at) or "nothing"
-        return f"{self.row.text!r} looks at {targets}"
+        return f"{self.row.text!r} {localise('looks at')} {targets}"
 
 
 class MergedView:

@@ -3,7 +3,7 @@
 ``Tokenizer`` reads any tokenizer.json, trained by regard or by Hugging Face. regard trains five kinds:
 
 - ``bytes`` and ``bpe`` (byte-level; Sennrich et al. 2016, Radford et al. 2019) are lossless: decoding restores the
-  text exactly.
+  text exactly. In a run whose data is composed (``data.normalise``), they compose a text first, like the others.
 - ``chars``, ``words`` and ``unigram`` (Kudo 2018) restore the text in NFC, with <unk> for anything absent from the
   training texts. In the last two, ▁ stands for the space before a word; one is prepended to the text and stripped
   again on decoding.

@@ -60,6 +60,18 @@ def with_template(tokenizer: Tokenizer, template: Template) -> Tokenizer:
     return tokenizer if content == tokenizer.content else Tokenizer(content, tokenizer.name)
 
 
+def with_nfc(tokenizer: Tokenizer) -> Tokenizer:
+    """A native tokenizer that composes texts (NFC) before it encodes them, as ``data.normalise`` does with the data."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import normalizers
+
+    backend = Backend.from_str(tokenizer.content.decode("utf-8"))
+    if backend.normalizer is not None:  # chars, words and unigram compose by themselves
+        return tokenizer
+    backend.normalizer = normalizers.NFC()
+    return Tokenizer(backend.to_str(pretty=False).encode("utf-8"), tokenizer.name)
+
+
 def set_template(
     backend: Backend, template: Template, bos: tuple[str, int] = ("<bos>", BOS), eos: tuple[str, int] = ("<eos>", EOS)
 ) -> None:

@@ -112,7 +112,7 @@ def format_pairs(values: dict[str, Any], width: int) -> list[str]:
     widest = max(map(text_width, names), default=0)
     room = width - widest - 2 * len(GAP)
     return [
-        f"{GAP}{pad_to_width(name, widest)}{GAP}{clip_to_width(localise(format_value(value)), room)}"
+        f"{GAP}{pad_to_width(name, widest)}{GAP}{clip_to_width(format_value(value), room)}"
         for name, value in zip(names, values.values(), strict=True)
     ]
 
@@ -121,9 +121,9 @@ def format_rows(rows: Sequence[dict[str, Any]], width: int) -> list[str]:
     """Rows as a table if every row fits on a line, else each value on its own line."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[format_value(row[name]) if name in row else "" for name in names] for row in rows]
-    widths = [max(map(text_width, column)) for column in zip(names, *cells, strict=True)]
+    lines = [[printable(name) for name in names], *cells]
+    widths = [max(map(text_width, column)) for column in zip(*lines, strict=True)]
     if sum(widths) + len(GAP) * len(names) <= width:
-        lines = [[printable(name) for name in names], *cells]
         return [(GAP + GAP.join(map(pad_to_width, line, widths))).rstrip() for line in lines]
     return [line for row in rows for line in (*format_pairs(row, width), "")][:-1]
 

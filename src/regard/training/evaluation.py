@@ -21,6 +21,7 @@ from ..foundation.checks import check_positive
 from ..foundation.device import resolve_device
 from ..foundation.files import atomic_file, replace_directory, write_atomic
 from ..foundation.jsonio import to_json, to_jsonable
+from ..foundation.language import localise
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Manifest, file_names
 from ..models import Model
@@ -286,7 +287,7 @@ class EvaluationReport:
     def to_text(self) -> str:
         data = f"{self.data['source']}, {self.data['held_out']}"
         options = {name: value for name, value in self.options.items() if value is not None}
-        facts = {"task": self.task, "weights": self.weights, "data": data, **options}
+        facts = {"task": self.task, "weights": localise(self.weights), "data": localise(data), **options}
         lines = [printable(self.path), *format_pairs(facts, _WIDTH)]
         for split in self.splits:
             lines += ["", *_split_lines(split, self.against)]
@@ -303,7 +304,7 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
         if len(classes) <= _MAX_CONFUSION and "confusion" in split.details:
             names = [str(each["label"]) for each in classes]
             table = zip(names, split.details["confusion"], strict=True)
-            rows = [{"true ↓ predicted →": name, **dict(zip(names, row, strict=True))} for name, row in table]
+            rows = [{localise("true ↓ predicted →"): name, **dict(zip(names, row, strict=True))} for name, row in table]
             lines += ["confusion", *format_rows(rows, _WIDTH)]
     if split.comparisons:
         lines.append(f"against {printable(str(against))}, by paired bootstrap")

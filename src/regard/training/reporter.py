@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..foundation.checks import check_positive
 from ..foundation.jsonio import to_jsonable
+from ..foundation.language import localise
 from .console_display import GAP, RunStatus, Style, format_pairs, format_rows, format_value, make_console, printable
 from .journal import TIMINGS, MetricsFile, draw_curves
 from .loggers import LOGGERS, MetricLogger, TensorBoard
@@ -183,7 +184,8 @@ class Reporter(AbstractContextManager["Reporter"]):
         """Print the facts of a run: ``task`` as the title; ``device`` also selects whose memory is reported."""
         self._device = str(facts["device"]).split()[0] if "device" in facts else None
         self._console.say(printable(str(facts.get("task", self.out.name))), "bold")
-        self._console.say_all(format_pairs({n: x for n, x in facts.items() if n != "task"}, self._console.width))
+        shown = {name: localise(format_value(value)) for name, value in facts.items() if name != "task"}
+        self._console.say_all(format_pairs(shown, self._console.width))
         if self._start_step:
             self.note(f"continues after step {self._start_step:,}")
 
@@ -274,7 +276,8 @@ class Reporter(AbstractContextManager["Reporter"]):
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Print and log current outputs of the model, as rows such as {"source": …, "target": …, "output": …}."""
         if self._active and rows:
-            self._console.say_all(format_rows(rows, self._console.width))
+            shown = [{localise(name): value for name, value in row.items()} for row in rows]
+            self._console.say_all(format_rows(shown, self._console.width))
             names = list(dict.fromkeys(name for row in rows for name in row))
             cells = [[format_value(row.get(name, "")).replace("|", "\\|") for name in names] for row in rows]
             table = (f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells))

@@ -36,7 +36,14 @@ from ...models import Model
 from ...text.processor import Processor
 from ...text.sentencepiece_model import load_tokenizer
 from ...text.tokenizer import PAD, Tokenizer
-from ...text.tokenizer_training import TOKENIZER_KINDS, Template, cached_tokenizer, first_texts, train_tokenizer
+from ...text.tokenizer_training import (
+    TOKENIZER_KINDS,
+    Template,
+    cached_tokenizer,
+    first_texts,
+    train_tokenizer,
+    with_nfc,
+)
 from ..loss import Batch, batch_loss, shift_targets, token_losses
 from ..metrics.language_metrics import TextLosses, loss_statistics, perplexity
 from ..metrics.statistics import Statistics
@@ -371,7 +378,8 @@ class Task(ABC):
             size = data.vocab_size if kind in ("bpe", "unigram") else None
             train = cached_tokenizer if self._is_large else train_tokenizer
             sample = first_texts(texts, MAX_TOKENIZER_TEXTS, MAX_TOKENIZER_CHARACTERS)
-            return train(sample, cast(TokenizerKind, kind), size, self.template)
+            tokenizer = train(sample, cast(TokenizerKind, kind), size, self.template)
+            return tokenizer if data.normalise == "none" else with_nfc(tokenizer)
         return load_tokenizer(kind, self.template)
 
     def _token_fields(self, tokenizer: Tokenizer) -> dict[str, int | None]:

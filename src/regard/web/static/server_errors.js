@@ -50,7 +50,7 @@ const KOREAN = {
   "model {model} has no layers that write into a residual stream": "{model} 모델에는 잔차 스트림에 값을 더하는 층이 없습니다.",
   "model {model} predicts nothing: it has no head": "{model} 모델에는 출력층이 없어 예측이 없습니다.",
   "model {model} has state spaces in place of queries and keys": "{model} 모델에는 쿼리와 키 대신 상태 공간이 있습니다.",
-  "this model has no experts: all tokens go through the same feed-forward network": "이 모델에는 전문가가 없습니다. 모든 토큰이 같은 피드포워드 네트워크를 지납니다.",
+  "this model has no experts: all tokens go through the same feed-forward network": "이 모델에는 전문가가 없습니다. 모든 토큰이 같은 피드포워드 신경망을 지납니다.",
   "both looks must be of the same model": "두 문장을 같은 모델로 보아야 합니다.",
   "the texts have {n} and {m} tokens; {why}": "두 문장의 토큰 수가 다릅니다({n}, {m}). 같은 자리의 토큰끼리 바꾸므로 토큰 수가 같아야 합니다.",
   "both texts get the same prediction there, so there is nothing to restore": "두 문장의 예측이 같아 되돌릴 것이 없습니다.",

@@ -137,7 +137,7 @@ addWords({
   "walk.score": ["score", "점수"],
   "walk.sink.row": ["sink", "싱크"],
   "walk.sink": ["weight of the sink: a learned logit of this head in that sum, which belongs to no token", "싱크의 가중치: 그 합에 토큰 없이 더해지는 이 헤드의 학습된 로짓"],
-  "next.caption": ["What the model would write next, and how temperature, top‑k and top‑p change it.", "모델이 다음에 쓸 토큰과, 온도·top‑k·top‑p에 따라 달라지는 확률입니다."],
+  "next.caption": ["What the model would write next, and how temperature, top‑k and top‑p change it.", "모델이 다음에 쓸 토큰과, 온도, top‑k, top‑p에 따라 달라지는 확률입니다."],
   "next.temperature": ["Temperature", "온도"],
   "next.topk": ["Top-k", "Top-k"],
   "next.topp": ["Top-p", "Top-p"],
