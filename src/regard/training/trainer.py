@@ -173,7 +173,7 @@ def resume(
     config = run.config.with_(train=recipe)
     if isinstance(data, Mapping):
         config, data = config.with_(data=absolute_paths(config.data.with_(**data))), None
-    if missing := missing_data(config.data, path):
+    elif missing := missing_data(config.data, path):
         raise missing
     if recipe.steps < done:
         raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
