@@ -166,6 +166,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     picture(folder / "a.png")
     (folder / "pairs.tsv").write_text("one\teins\ntwo\n", encoding="utf-8")
     (folder / "text.txt").write_text("hello\n", encoding="utf-8")
+    (folder / "latin.tsv").write_bytes("un café\ta café\n".encode("latin-1"))
     return folder
 
 
@@ -189,11 +190,16 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["classify", "captioner", "a.png"], 1, "it is for caption: regard caption captioner"),
         (["caption", "speaker", "a.png"], 1, "it is for lm: regard generate speaker"),
         (["caption", "eye", "a.png"], 1, "it is for classify-images: regard classify eye"),
-        (["classify", "eye", "a nice film"], 1, "no such file; this model reads image files"),
+        (["classify", "eye", "a nice film"], 2, "no such file; this model reads image files"),
         (["classify", "judge", "a.png"], 2, "a.png is an image file, and this model reads text"),
         (["look", "speaker", "a.png"], 2, "a.png is an image file, and this model reads text"),
         (["export", "speaker", "onx", "out"], 2, "there is no kind 'onx'; did you mean onnx?"),
-        (["train", "translate", "data.source=pair.tsv"], 1, "did you mean pairs.tsv?"),
+        (["train", "translate", "data.source=pair.tsv"], 2, "did you mean pairs.tsv?"),
+        (["train", "translate", "data=pairs.tsv", "data.valid=pair.tsv"], 2, "regard: there is no file pair.tsv; "),
+        (["translate", "translator", "--file", "pair.tsv"], 2, "there is no file pair.tsv; did you mean pairs.tsv?"),
+        (["translate", "translator", "--file", "photos"], 2, "photos is a folder of images, and texts are needed"),
+        (["circuit", "speaker", "nowhere.csv"], 2, "there is no file nowhere.csv"),
+        (["translate", "translator", "--file", "latin.tsv"], 1, "; --encoding sets another encoding"),
         (["train", "translate", "data.source=text.txt"], 1, "regard data describe text.txt shows what was read"),
         (["train", "translate", "pairs.tsv"], 2, "section.field=value; did you mean data=pairs.tsv?"),
         (["train", "lm", "gpt2"], 2, "did you mean model=gpt2?"),
@@ -201,10 +207,10 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["data", "describe", "a.png"], 1, "regard: a.png is a PNG image, not a text file\n"),
         (
             ["train", "caption", "data=captions.tsv", "data.images=nowhere"],
-            1,
+            2,
             "images=nowhere: there is no folder nowhere",
         ),
-        (["train", "caption", "data=captions.tsv", "data.images=photo"], 1, "; did you mean photos?"),
+        (["train", "caption", "data=captions.tsv", "data.images=photo"], 2, "; did you mean photos?"),
         (["generate", "runs/nothing", "hi"], 3, "; the newest here is runs/lm"),
         (["generate", "runs/lms", "hi"], 3, "did you mean runs/lm?"),
         (["train", "translat"], 2, "did you mean translate?"),
@@ -236,6 +242,8 @@ def test_bad_lines_are_skipped_by_a_word(
     monkeypatch.chdir(here)
     assert main(["train", "translate", "data.source=pairs.tsv"]) == 1
     assert "data.bad_lines=skip leaves them out" in capsys.readouterr().err
+    assert main(["train", "translate", "data.source=latin.tsv"]) == 1
+    assert "leaves them out; data.encoding=… sets another encoding\n" in capsys.readouterr().err
 
 
 def test_where_there_is_no_model_at_all(

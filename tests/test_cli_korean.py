@@ -137,7 +137,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "lm", "train.lr=fast"], 2, "train.lr=fast: 수가 아닙니다."),
         (["train", "--preset", "shakespear"], 2, "혹시 shakespeare인가요?"),
         (["train", "translate", "pairs.tsv"], 2, "section.field=value 꼴이 아닙니다. 혹시 data=pairs.tsv인가요?"),
-        (["train", "translate", "data=pair.tsv"], 1, "pair.tsv 파일이 없습니다. 내장 말뭉치: en-ko, shapes, stdlib"),
+        (["train", "translate", "data=pair.tsv"], 2, "pair.tsv 파일이 없습니다. 내장 말뭉치: en-ko, shapes, stdlib"),
         (["train", "translate", "data=pairs.tsv"], 1, "2줄 가운데 1줄이 잘못되었습니다. data.bad_lines=skip을 적으면"),
         (["train", "translate", "data=pairs.tsv"], 1, "pairs.tsv:2: 열이 2개여야 하는데 1개입니다"),
         (["train", "translate", "data=text.txt"], 1, "무엇을 읽었는지 보려면: regard data describe text.txt\n"),

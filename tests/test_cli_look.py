@@ -112,7 +112,7 @@ def test_the_score_comes_with_a_table_and_as_a_document(
         (["lm", "the cat", "--target", "x"], 1, "target is for models with an encoder"),
         (["lm", "the cat " * 100], 1, "but this model reads at most max_len=96"),
         (["lm", "the cat", "--out", "x.jpg"], 2, "it may end in .png, .svg, .pdf, .csv, .html"),
-        (["lm", "the cat", "--out", "nowhere/x.png"], 1, "there is no directory nowhere\n"),  # no hint about models
+        (["lm", "the cat", "--out", "nowhere/x.png"], 2, "there is no directory nowhere\n"),  # no hint about models
         (["lm", "--score"], 1, "a score needs cross-attention"),
         (["translator", "the cat", "--score"], 2, "leave out the text"),
         (["lm", "the cat", "--compare", "other", "--out", "x.png"], 2, "leave out --out and --top"),
@@ -122,7 +122,7 @@ def test_the_score_comes_with_a_table_and_as_a_document(
             2,
             "not available on this machine or in this build of torch; use --device cpu",
         ),
-        (["captioner", "nothing.png"], 1, "no such file"),
+        (["captioner", "nothing.png"], 2, "no such file"),
         (["missing", "x"], 3, "missing"),
     ],
 )

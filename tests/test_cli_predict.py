@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
 import subprocess
@@ -162,6 +163,22 @@ def test_answers_never_replace_the_file_they_are_made_from(
     assert reviews.read_bytes() == before
 
 
+def test_columns_of_one_name_stay_apart(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("text,text,label\nthe cat,le chat,good\na dog,un chien,bad\n", encoding="utf-8")
+    head, row, _ = told(capsys, "classify", models["classifier"], "--file", path).splitlines()
+    assert head == "text,text_2,label,predicted_label,probability"
+    assert row.startswith(f"the cat,le chat,good,{regard.classify(models['classifier'], 'the cat')[0].label},")
+
+
+def test_values_of_old_columns_are_not_rounded(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"text": "the cat", "price": 1234567.89, "tags": ["a", "ä"]}\n', encoding="utf-8")
+    assert run("classify", models["classifier"], "--file", path, "--out", tmp_path / "t.csv") == 0
+    (row,) = csv.DictReader((tmp_path / "t.csv").open(encoding="utf-8"))
+    assert (row["price"], row["tags"]) == ("1234567.89", '["a", "ä"]')
+
+
 def test_a_threshold_leaves_uncertain_labels_blank(models: dict[str, Path], reviews: Path, capsys: Said) -> None:
     sure = regard.classify(models["classifier"], REVIEWS[0][0])[0].probability
     for threshold, label in ((sure - 1e-4, expected_labels(models)[0]), (sure + 1e-4, "")):
@@ -220,6 +237,18 @@ def test_parquet(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
     assert [label or "" for label in table["predicted_label"]] == expected_labels(models)
     assert table["probability"][2] is None
     assert "--out" in refused(capsys, 2, "classify", models["classifier"], "--file", path)
+
+
+def test_values_that_the_other_format_lacks(models: dict[str, Path], tmp_path: Path) -> None:
+    """JSON lines with numbers become text in Parquet, dates of Parquet become text in JSON lines."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, other = tmp_path / "in.jsonl", tmp_path / "in.parquet"
+    path.write_text('{"text": "the cat", "id": 7}\n{"text": "a dog", "id": null}\n', encoding="utf-8")
+    assert run("classify", models["classifier"], "--file", path, "--out", tmp_path / "out.parquet") == 0
+    assert parquet.read_table(tmp_path / "out.parquet").to_pydict()["id"] == ["7", None]
+    parquet.write_table(arrow.table({"text": ["the cat"], "day": [datetime.date(2020, 1, 2)]}), other)
+    assert run("classify", models["classifier"], "--file", other, "--out", tmp_path / "out.jsonl") == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["day"] == "2020-01-02"
 
 
 # ---- interrupted, and gone on with

@@ -25,7 +25,7 @@ from regard.data.record_files import open_records, row_encoder
 from regard.data.sources import Source, open_source
 from regard.data.splits import sha256_of
 from regard.data.table_files import _BINARY, read_lines
-from regard.errors import BadData, RegardError
+from regard.errors import BadData, RegardError, UsageError
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -280,9 +280,9 @@ def test_files_that_cannot_be_read_at_all(tmp_path: Path, name: str, content: by
 
 
 def test_unknown_names_and_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadData, match=r"there is no file .*nowhere"):
+    with pytest.raises(UsageError, match=r"there is no file .*nowhere"):
         open_source(tmp_path / "nowhere")
-    with pytest.raises(BadData, match="there is no file en_ko; did you mean en-ko"):
+    with pytest.raises(UsageError, match="there is no file en_ko; did you mean en-ko"):
         open_source("en_ko")
     with pytest.raises(ValueError, match="has no field 'column'; did you mean 'columns'"):
         open_source(tmp_path, column=(0, 1))

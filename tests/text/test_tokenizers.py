@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.data.sources import open_source
-from regard.errors import BadData
+from regard.errors import BadData, UsageError
 from regard.text.tokenizer import SPECIAL, Tokenizer
 from regard.text.tokenizer_training import train_pair, train_tokenizer
 from regard.text.unigram import train_unigram
@@ -267,7 +267,7 @@ def test_files_that_are_no_tokenizer(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(BadData, match="is not a tokenizer that can be read"):
         Tokenizer.load(path)
-    with pytest.raises(BadData, match="cannot be read"):
+    with pytest.raises(UsageError, match="there is no file"):
         Tokenizer.load(tmp_path / "missing.json")
 
 

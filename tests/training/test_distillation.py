@@ -141,5 +141,11 @@ def test_distill_takes_other_sources(teachers: Any, tmp_path: Path, capsys: pyte
     assert len((tmp_path / "s.jsonl").read_text(encoding="utf-8").splitlines()) == 3
     assert cli.main(["distill", str(teacher), str(tmp_path / "s.txt")]) == 2
     assert "written as .tsv or .jsonl" in capsys.readouterr().err
+    assert cli.main(["distill", str(teacher), str(tmp_path / "no/s.tsv")]) == 2
+    assert "there is no directory" in capsys.readouterr().err
+    before = Path(data).read_bytes()
+    assert cli.main(["distill", str(teacher), str(data)]) == 2
+    assert "is the file to read, which would be lost" in capsys.readouterr().err
+    assert Path(data).read_bytes() == before
     assert cli.main(["distill", str(teachers["classify"][0]), str(tmp_path / "s.tsv")]) == 2
     assert "sequences are distilled from a translator" in capsys.readouterr().err

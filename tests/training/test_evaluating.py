@@ -727,7 +727,7 @@ def test_weights_that_are_broken(house: House, tmp_path: Path) -> None:
             1,
             "{root}/text.txt holds plain text, but task 'translate' learns from pairs of texts",
         ),
-        ("{run} data={root}/none.tsv", 1, "source='{root}/none.tsv': there is no file"),
+        ("{run} data={root}/none.tsv", 2, "there is no file {root}/none.tsv"),
         (
             "{run} data.valid_fraction=0",
             1,

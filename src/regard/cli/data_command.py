@@ -62,6 +62,9 @@ def describe(
     with silence_warnings("regard.data.sources"):  # the description lists the lines that were left out
         opened = open_source(config)
     terminal.progress(f"{opened.name}: {len(opened.train):,} examples")
+    if (schema := opened.schema) is not None and len(schema.names) > len(schema.columns):
+        unread = ", ".join(name for name in schema.names if name not in schema.columns)
+        terminal.progress(f"columns that are not read: {unread}; data.columns=… names those to read")
     first, second = _train_tokenizers(opened, kind, config)
     # A language model reads its documents in consecutive rows of max_len, so that nothing is cut off.
     limit = None if opened.kind == "text" else config.max_len

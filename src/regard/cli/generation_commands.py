@@ -380,7 +380,7 @@ def classify(
             opened = zero_shot(opened, classes.split(","), template or TEMPLATE)
     if opened.config.head != "tag":
         check_can_classify(opened)
-    terminal.refuse_images(opened, inputs or ())
+    terminal.check_inputs(opened, inputs or ())
     images = opened.config.source == "image"
     records = terminal.read_records(inputs, file, column, encoding, stream=stream, images=images)
     has_pairs = second is not None or (records is not None and records.has_pairs)
@@ -422,6 +422,7 @@ def caption(
     check_workers(ctx)
     opened = terminal.open_model(model, device, engine, dtype)
     check_can_caption(opened)
+    terminal.check_inputs(opened, images or ())
     records = terminal.read_records(images, file, column, encoding, stream=stream, images=True)
     several = records is not None and records.form == "lines" and len(list(records.read())) > 1
 

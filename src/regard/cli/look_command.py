@@ -72,7 +72,7 @@ def look(
         table = scores.pop("table", None)
         terminal.print_json(scores) if as_json else print(table)
         return
-    terminal.refuse_images(opened, [what or ""])
+    terminal.check_inputs(opened, [what or ""])
     from regard.lens import look as look_at
     from regard.lens.render import select_head
 

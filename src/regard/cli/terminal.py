@@ -129,12 +129,11 @@ def read_text(file: Path | None, encoding: str = "utf-8") -> str:
     """The contents of a file, or of stdin, which is UTF-8; anything but text is refused."""
     if file is None and sys.stdin.isatty():
         raise UsageError("there is nothing to read: give text, --file F, or pipe text in")
-    name = "the input" if file is None else str(file)
-    try:
-        raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
-    except OSError as error:
-        raise RegardError(f"{name} cannot be read: {error.strerror or error}") from None
-    return decode_text(raw, name, "utf-8" if file is None else encoding)
+    if file is None:
+        return decode_text(sys.stdin.buffer.read(), "the input")
+    from regard.foundation.files import read_input
+
+    return decode_text(read_input(file), str(file), encoding)
 
 
 def decode_text(raw: bytes, name: str, encoding: str = "utf-8") -> str:
@@ -172,9 +171,9 @@ def read_records(
     if texts:
         _refuse_file(file)
         if images and len(texts) == 1 and Path(texts[0]).is_dir():
-            return open_records(Path(texts[0]))
+            return open_records(Path(texts[0]), images=True)
         if images:
-            folders = {name: open_records(Path(name)) for name in texts if Path(name).is_dir()}
+            folders = {name: open_records(Path(name), images=True) for name in texts if Path(name).is_dir()}
             names = [[x.text for x in folders[name].read()] if name in folders else [name] for name in texts]
             return text_records([name for part in names for name in part])
         return text_records(texts)
@@ -233,19 +232,22 @@ def check_out(out: Path | None, suffixes: Sequence[str] = (), *, source: Path | 
     if out.suffix == ".gz":
         raise UsageError(f"--out {out}: output is not compressed; leave out .gz")
     if out.is_dir():
-        raise RegardError(f"--out {out} is a directory; a file is needed")
+        raise UsageError(f"--out {out} is a directory; a file is needed")
     if not out.parent.is_dir():
-        raise RegardError(f"--out {out} cannot be written: there is no directory {out.parent}")
+        raise UsageError(f"--out {out} cannot be written: there is no directory {out.parent}")
     if not os.access(out.parent, os.W_OK):
         raise RegardError(f"--out {out} cannot be written: {out.parent} is not writable")
 
 
-def refuse_images(model: Model, inputs: Sequence[str]) -> None:
-    """Refuse the name of an image file for a model that reads text, which would take it for a sentence."""
+def check_inputs(model: Model, inputs: Sequence[str]) -> None:
+    """Refuse a missing file for a model that reads images, and an image file for a model that reads text, which would
+    take its name for a sentence."""
     from regard.data.source_files import IMAGE_SUFFIXES
 
-    for name in inputs if model.config.source == "text" else ():
-        if name.lower().endswith(IMAGE_SUFFIXES) and Path(name).is_file():
+    for name in inputs:
+        if model.config.source == "image" and not os.path.exists(name):
+            raise UsageError(f"{name}: no such file")
+        if model.config.source == "text" and name.lower().endswith(IMAGE_SUFFIXES) and Path(name).is_file():
             raise UsageError(f"{name} is an image file, and this model reads text")
 
 

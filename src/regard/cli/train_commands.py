@@ -189,6 +189,7 @@ def distill(
     unchanged to a second file: pairs.valid.tsv beside pairs.tsv.
     """
     data = _data_fields(words)
+    terminal.check_out(out)
     from regard.training.distillation import distill as run
 
     options: dict[str, Any] = {"beam": beam, "length_penalty": length_penalty, "limit": limit, "device": device}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ..config import DataConfig
-from ..errors import BadData, RegardError
+from ..errors import BadData, RegardError, UsageError
 from .examples import ReadReport
 from .source_files import COLUMN_NAMES, IMAGE_SUFFIXES, has_header
 from .table_files import csv_delimiter, read_lines, suffix_of, table_records
@@ -59,8 +59,12 @@ class Records:
 
     def free_name(self, name: str) -> str:
         """A name for a new column: ``label``, or ``label_2`` if the file already has that column."""
-        names = [name, *(f"{name}_{n}" for n in range(2, len(self.columns) + 3))]
-        return next(free for free in names if free not in self.columns)
+        return _free_name(name, self.columns)
+
+
+def _free_name(name: str, names: Sequence[str]) -> str:
+    candidates = [name, *(f"{name}_{n}" for n in range(2, len(names) + 3))]
+    return next(free for free in candidates if free not in names)
 
 
 def form_of(path: Path) -> RecordForm:
@@ -79,10 +83,14 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
     With ``images``, the column holds file names relative to the folder of the table.
     """
     form, options = form_of(path), _OPTIONS.with_(encoding=encoding)
+    if not path.exists():
+        raise UsageError(f"there is no file {path}")
     if form in ("lines", "folder") and column is not None:
         read_as = "a folder of images" if form == "folder" else f"lines, not as a table ({', '.join(_FORMS)})"
         raise ValueError(f"column={column}: {path} has no columns: by its name it is read as {read_as}")
     if form == "folder":
+        if not images:
+            raise UsageError(f"{path} is a folder of images, and texts are needed")
         return Records(str(path), form, ("image",), lambda: _folder_records(path))
     if form == "lines":
         return Records(str(path), form, ("text",), lambda: _line_records(path, options))
@@ -92,7 +100,9 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
         rows = [cells for _, cells in records if cells is not None]
         first = [cell.strip() for cell in rows[0]] if rows else []
         header = has_header(rows) or (column in first and not str(column).isdigit())
-        names = first if header else [str(index) for index in range(len(first))]
+        names: list[str] = []
+        for index, name in enumerate(first):
+            names.append(_free_name(name, names) if header else str(index))
         delimiter = csv_delimiter(path, options.encoding) if form == "csv" else "\t"
     elif form == "jsonl":
         names = list(next((record for _, record in _jsonl_objects(path, options)), {}))
@@ -251,11 +261,11 @@ def row_encoder(
     def encode(row: dict[str, Any] | None) -> bytes:
         if form == "jsonl":
             # JSON may hold half of a surrogate pair, which is written as it was read: \ud800
-            line = "" if row is None else f"{json.dumps(row, ensure_ascii=False)}\n"
+            line = "" if row is None else f"{json.dumps(row, ensure_ascii=False, default=str)}\n"
             return line.encode("utf-8", "backslashreplace")
         if row is None and not header:
             return b""
-        cells = names if row is None else ["" if row.get(name) is None else _number(row[name]) for name in names]
+        cells = names if row is None else [_cell_text(row.get(name), name in new) for name in names]
         if form == "csv":
             text = io.StringIO()
             csv.writer(text, delimiter=delimiter, lineterminator="\n").writerow(cells)
@@ -266,8 +276,13 @@ def row_encoder(
     return encode
 
 
-def _number(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _cell_text(value: Any, is_new: bool = False) -> str:
+    """A value as a cell of a table: only numbers in new columns are rounded, lists are written as JSON."""
+    if value is None:
+        return ""
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return f"{value:.6g}" if is_new and isinstance(value, float) else str(value)
 
 
 def _write_parquet(file: IO[bytes], records: Records, new: Mapping[str, type], rows: Iterable[dict[str, Any]]) -> None:
@@ -276,6 +291,7 @@ def _write_parquet(file: IO[bytes], records: Records, new: Mapping[str, type], r
         schema = _open_parquet(Path(records.name)).schema_arrow
     else:
         schema = arrow.schema([(name, arrow.string()) for name in records.columns])
+        rows = ({x: y if y is None or x in new else _cell_text(y) for x, y in row.items()} for row in rows)
     for name, kind in new.items():
         schema = schema.append(arrow.field(name, arrow.float64() if kind is float else arrow.string()))
     source = iter(rows)

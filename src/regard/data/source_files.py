@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import DataConfig, Format, Kind
-from ..errors import BadData, RegardError
+from ..errors import BadData, RegardError, UsageError
 from ..foundation.checks import did_you_mean
 from . import table_files
 from .corpora import CORPORA
@@ -265,7 +265,7 @@ def find_source_files(name: str, options: DataConfig) -> SourceFiles:
         return SourceFiles("parallel", "pairs", tuple(parts))
     missing = next((part for part in parts if not part.is_file()), path)
     hint = did_you_mean(name, CORPORA) or f"; embedded corpora are {', '.join(CORPORA)}"
-    raise BadData(f"source={name!r}: there is no file {missing}{hint}")
+    raise UsageError(f"there is no file {missing}{hint}")
 
 
 def _from_file(path: Path, options: DataConfig) -> SourceFiles:
@@ -300,7 +300,7 @@ def _image_folder(path: Path, options: DataConfig) -> Path:
     if options.images is not None:
         folder = Path(options.images).expanduser()
         if not folder.is_dir():
-            raise BadData(f"images={options.images}: there is no folder {folder}")
+            raise UsageError(f"images={options.images}: there is no folder {folder}")
         return folder
     return path.parent / "images" if (path.parent / "images").is_dir() else path.parent
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..config import DataConfig, Kind
-from ..errors import BadData
+from ..errors import BadData, UsageError
 from ..foundation.progress import track
 from ..text.chat import read_messages
 from .examples import ReadReport
@@ -63,6 +63,8 @@ def open_bytes(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise BadData(f"{path} is not a complete gzip file: {error}") from None
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
     except OSError as error:
         raise BadData(f"{path} cannot be read: {error.strerror or error}") from None
 

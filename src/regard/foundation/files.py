@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from ..errors import BadModelFile, RegardError
+from ..errors import BadData, BadModelFile, RegardError, UsageError
 
 try:
     import fcntl
@@ -61,6 +61,16 @@ def _user_folder(variable: str, default: str) -> Path:
         return Path.home() / default / "regard"
     except RuntimeError:  # a user without a home directory: return a path that cannot be created
         return Path(os.devnull) / "regard"
+
+
+def read_input(path: str | Path) -> bytes:
+    """The content of a file that the user names; UsageError if there is none, BadData if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
+    except OSError as error:
+        raise BadData(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def write_atomic(path: Path, content: bytes) -> None:

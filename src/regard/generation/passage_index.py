@@ -225,8 +225,6 @@ def _write_passages(
 
 def read_passages(path: Path, words: int, column: str | None = None, encoding: str = "auto") -> Iterator[Passage]:
     """Split a text file into passages, at ends of lines if possible; each row of a table is one or several passages."""
-    if not path.exists():
-        raise BadData(f"there is no file {path}")
     if form_of(path) == "lines":
         lines = ((n, line or "") for n, line in read_lines(path, ReadReport(), DataConfig(encoding=encoding)))
         yield from _cut_lines(str(path), lines, words)

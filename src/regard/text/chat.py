@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import BadData, BadModelFile
+from ..errors import BadData, BadModelFile, UsageError
 from .tokenizer import EOS, Tokenizer, replace_surrogates
 
 Message = tuple[str, str]  # role (system, user, assistant) and content
@@ -172,7 +172,7 @@ def read_template(name: str) -> str:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise BadData(f"data.chat_template={name} is neither plain nor a readable Jinja file: {reason}") from None
+        raise UsageError(f"data.chat_template={name} is neither plain nor a readable Jinja file: {reason}") from None
 
 
 def template_in(files: Mapping[str, bytes]) -> str | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.data_config import TOKENIZER_FILES
 from ..errors import BadData
+from ..foundation.files import read_input
 from .tokenizer import SPACE, Tokenizer
 from .tokenizer_training import TOKENIZER_KINDS, Template, set_template
 
@@ -179,11 +180,7 @@ def load_tokenizer(path: str | Path, template: Template = "none") -> Tokenizer:
         raise ValueError(
             f"data.tokenizer={str(path)!r} is not one of {kinds}, nor a tokenizer.json or a SentencePiece .model"
         )
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise BadData(f"{path} cannot be read: {error.strerror}") from None
-    return SentencePieceModel.parse(content, str(path)).tokenizer(template, str(path))
+    return SentencePieceModel.parse(read_input(path), str(path)).tokenizer(template, str(path))
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

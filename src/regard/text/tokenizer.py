@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadData, BadModelFile, RegardError, first_line
-from ..foundation.files import write_atomic
+from ..foundation.files import read_input, write_atomic
 from ..foundation.jsonio import to_json
 
 if TYPE_CHECKING:
@@ -136,10 +136,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        try:
-            return cls.read_native(Path(path).read_bytes(), str(path))
-        except OSError as error:
-            raise BadData(f"{path} cannot be read: {error.strerror}") from None
+        return cls.read_native(read_input(path), str(path))
 
     def save(self, path: str | Path) -> None:
         write_atomic(Path(path), self.content)

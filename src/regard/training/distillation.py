@@ -133,6 +133,8 @@ def distill(
         raise UsageError(f"{path} is for the task {teacher.config.task}; sequences are distilled from a translator")
     fields = dict(data or {})
     config, _ = data_config_for(teacher, fields)
+    if target.resolve() in {Path(name).resolve() for name in f"{config.source},{config.valid}".split(",")}:
+        raise UsageError(f"{target} is the file to read, which would be lost; choose another")
     source = open_source(config)
     task = cast(Translate, task_for(teacher, source, config, fields, teacher.config.train.seed))
     pairs, texts = [], [cast(Pair, x).source for x in task.first(source.train, limit)]

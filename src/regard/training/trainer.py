@@ -175,7 +175,7 @@ def resume(
     config = run.config.with_(train=recipe)
     if isinstance(data, Mapping):
         config, data = config.with_(data=absolute_paths(config.data.with_(**data))), None
-    if missing := missing_data(config.data, path):
+    elif missing := missing_data(config.data, path):
         raise missing
     if recipe.stop_at is not None and recipe.stop_at <= done:
         raise ValueError(f"train.stop_at={recipe.stop_at} is not after the {done} steps that {path} has done")

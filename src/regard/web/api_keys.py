@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ..config.config_file import parse_yaml
 from ..errors import RegardError, UsageError
-from ..foundation.files import file_lock, write_atomic
+from ..foundation.files import file_lock, read_input, write_atomic
 
 _HEAD = """# API keys of regard serve. The keys themselves are not here, only their SHA-256.
 # per_minute: requests a key may make; admin: whether it may reload models. Delete an entry to revoke its key.
@@ -87,10 +87,9 @@ def digest(key: str) -> str:
 
 def read_keys(path: Path) -> list[ApiKey]:
     """Read and check the entries of a keys file."""
+    content = read_input(path)
     try:
-        entries: Any = parse_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RegardError(f"keys file {path} cannot be read: {error.strerror or error}") from None
+        entries: Any = parse_yaml(content.decode())
     except ValueError:
         raise RegardError(
             f"keys file {path} is not YAML; create one with regard serve --new-key NAME --keys FILE"
