@@ -25,7 +25,7 @@ from ..foundation.cancellation import check_cancelled
 from ..foundation.progress import track
 from ..generation.generate import inference
 from ..models import Model
-from .activations import Metric, PassInputs, capture_inputs
+from .activations import Metric, PassInputs, capture_inputs, logits_of_states
 from .capture import hook_site, stacks
 from .interventions import SiteEdit
 
@@ -144,7 +144,7 @@ class PatchRunner:
             before = self.record.final_states[:, :start].expand(len(states), -1, -1)
             states = torch.cat((before, states), 1)  # (n, T, M)
             states = states if position is None else states[:, position]
-        return metric(model.class_head(states) if model.head is None else model.head(states, model.output_table))
+        return metric(logits_of_states(model, {}, states))
 
     def _run_layers(self, layers: list[int], start: int, *, last_token: bool = False) -> Tensor:
         """Final states of n runs that start at these layers: (n, T - start, M), or (n, 1, M) with ``last_token``."""
