@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.attention import Additive, attend, explain, masks, triton_backend
 from regard.attention.attend import prepare
 from regard.attention.biases import Alibi
+from regard.attention.masks import Mask
 
 
 def heads(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -26,6 +27,17 @@ def test_large_scores_in_float16_stay_finite(backend: str) -> None:
     with torch.no_grad():
         output = attend(q * 300, k * 300, v, scale=1.0, backend=backend).output
     assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "sdpa", "flex"])
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(2)], ids=str)
+def test_a_sink_of_minus_infinity_is_none(backend: str, mask: Mask | None) -> None:
+    q, k, v = (heads(1, 2, 5, 4, seed=i).requires_grad_(backend != "flex") for i in range(3))
+    sinks = torch.tensor([-torch.inf, 0.5])
+    found = attend(q, k, v, mask=mask, sinks=sinks, backend=backend).output[:, 0]
+    torch.testing.assert_close(found, attend(q, k, v, mask=mask, backend="reference").output[:, 0])
+    if backend != "flex":
+        assert all(grad.isfinite().all() for grad in torch.autograd.grad(found.sum(), (q, k, v)))
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -218,5 +218,7 @@ def test_wrong_pairs_are_refused_in_a_sentence() -> None:
         patching_sweep(model, [[4, 5, 6], [4, 5, 7]], [[4, 7, 6], [7, 5, 7]], [metric])
     with pytest.raises(ValueError, match="needs a stack of layers on one residual stream"):
         patching_sweep(model, [[4, 5, 6]], [[4, 5, 7]], metric, kind="encoder")
+    with pytest.raises(ValueError, match="this model has no head"):
+        patching_sweep(small("bert-base"), [[4, 5]], [[4, 6]], metric)
     with pytest.raises(ValueError, match="by_position=False"):
         patching_sweep(model, [[4, 5, 6], [4, 5]], [[4, 7, 6], [7, 5]], metric)

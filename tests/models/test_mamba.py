@@ -15,7 +15,7 @@ from regard.config import ModelConfig
 from regard.errors import RegardError
 from regard.export.onnx_graphs import graphs_of
 from regard.lens.compare import compare
-from regard.lens.interventions import switch_off
+from regard.lens.interventions import no_causal_mask, switch_off
 from regard.models import Model, build
 from regard.training.loss import Batch, Objective
 
@@ -158,6 +158,23 @@ def test_its_weights_are_in_the_lens() -> None:
     before = model(torch.tensor([tokens]))
     with switch_off(model, [("self", 1, 0)]):
         assert not torch.allclose(model(torch.tensor([tokens])), before)
+
+
+@torch.no_grad()
+def test_shared_layers_are_several_to_an_intervention() -> None:
+    shared, tokens = model_of(share_layers=True), torch.tensor([[5, 9, 3, 17]])
+    apart = build(shared.config.with_(share_layers=False)).eval()
+    own = shared.state_dict()
+    apart.load_state_dict({name: own[name.replace("blocks.1.", "blocks.0.")] for name in apart.state_dict()})
+    for layer in range(2):
+        with switch_off(shared, [("self", layer, 1)]), switch_off(apart, [("self", layer, 1)]):
+            torch.testing.assert_close(shared(tokens), apart(tokens))
+    sites = [f"decoder.blocks.{layer}.attention.heads" for layer in range(2)]
+    one, other = (regard.capture(model, tokens, sites=sites) for model in (shared, apart))
+    for site in sites:
+        torch.testing.assert_close(one[site], other[site])
+    with pytest.raises(ValueError, match="it has no causal mask to remove"), no_causal_mask(shared):
+        pass
 
 
 def test_signed_weights_are_no_distribution() -> None:

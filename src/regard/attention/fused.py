@@ -78,7 +78,8 @@ def _sdpa_with_sinks(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, **opt
         mask = _combine_mask_and_bias(call, call.allowed(), q, k)
         assert mask is not None
         mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
-    sinks = call.sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
+    sinks = call.sinks.to(q.dtype).clamp(min=torch.finfo(q.dtype).min)  # -inf times the 0 of the other keys is NaN
+    sinks = sinks[:, None, None].expand(*q.shape[:3], 1)
     q = F.pad(torch.cat([q, sinks], -1), (0, 0, int(causal), 0))
     sink_key = F.pad(k.new_ones(*k.shape[:2], 1, 1), (k.shape[-1], 0))
     k, v = torch.cat([sink_key, F.pad(k, (0, 1))], dim=2), F.pad(v, (0, 0, 1, 0))

@@ -28,6 +28,7 @@ from ..attention.frame import span_length
 from ..attention.mask import And, Or
 from ..attention.masks import Causal, Mask, Window
 from ..attention.score_matrix import AttentionCall
+from ..attention.state_space import StateSpaceMixer
 from ..models import Model
 from ..models.block import Stack
 from ..models.sites import HookSite
@@ -62,6 +63,8 @@ class SiteEdit(Edit):
         return call if edit is None else edit(call)
 
     def heads(self, owner: nn.Module, call: AttentionCall, output: Tensor) -> Tensor:
+        if isinstance(owner, StateSpaceMixer):  # its heads are its only point
+            self._n_calls[owner] += 1
         change = self._outputs.get((*self._module_call(owner), "heads"))
         return output if change is None else change(call, output)
 
@@ -235,6 +238,8 @@ def no_causal_mask(model: Model, layers: Iterable[int] | None = None) -> Iterato
     """
     if not any(stack.causal for stack in model.stacks()):
         raise ValueError("this model has no causal mask to remove: none of its stacks is causal")
+    if any(isinstance(module, StateSpaceMixer) for module in attention_modules(model).get("self", ())):
+        raise ValueError("a state space reads its text in order: it has no causal mask to remove")
 
     def unmask(call: AttentionCall) -> AttentionCall:
         return replace(call, mask=None if call.mask is None else without_causal(call.mask))

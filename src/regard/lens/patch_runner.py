@@ -25,7 +25,7 @@ from ..foundation.cancellation import check_cancelled
 from ..foundation.progress import track
 from ..generation.generate import inference
 from ..models import Model
-from .activations import Metric, PassInputs, capture_inputs
+from .activations import Metric, PassInputs, capture_inputs, logits_of_states
 from .capture import hook_site, stacks
 from .interventions import SiteEdit
 
@@ -105,11 +105,9 @@ class PatchRunner:
         for group in track(self.groups(patches, batch), "patches", len(patches), len):
             check_cancelled()
             with inference(self.model), use_edit(_row_edits(self.model, [patches[index] for index in group], new)):
-                logits = self.run([patches[index] for index in group], metric)
-                # Row by row, because a metric may return one value for all rows.
-                results += [metric(row[None]).mean() for row in logits]
+                results.append(self.run([patches[index] for index in group], metric))
             order += group
-        return torch.stack(results)[torch.tensor(order).argsort()]
+        return torch.cat(results)[torch.tensor(order).argsort()]
 
     def groups(self, patches: Sequence[Patch], batch: int) -> list[list[int]]:
         """Groups of patch indices that run as one batch, each sorted by layer."""
@@ -130,10 +128,9 @@ class PatchRunner:
         return [sorted(group, key=lambda i: patches[i].layer) for group in groups]
 
     def run(self, patches: Sequence[Patch], metric: Metric) -> Tensor:
-        """The logits that the metric reads in one run per patch (n, …), each starting at its patch's layer; ``patches``
-        are sorted by layer."""
+        """The metric of one run per patch (n,), each starting at its patch's layer; ``patches`` are sorted by layer."""
         if not self.is_resumable:
-            return self.model(*(x.expand(len(patches), *x.shape[1:]) for x in self.inputs.tensors))
+            return metric(self.model(*(x.expand(len(patches), *x.shape[1:]) for x in self.inputs.tensors)))
         model, layers = self.model, [patch.layer for patch in patches]
         start = min(patch.position or 0 for patch in patches) if self.is_causal else 0
         position = None  # the only one whose logits the metric reads, if known
@@ -147,7 +144,7 @@ class PatchRunner:
             before = self.record.final_states[:, :start].expand(len(states), -1, -1)
             states = torch.cat((before, states), 1)  # (n, T, M)
             states = states if position is None else states[:, position]
-        return model.class_head(states) if model.head is None else model.head(states, model.output_table)
+        return metric(logits_of_states(model, {}, states))
 
     def _run_layers(self, layers: list[int], start: int, *, last_token: bool = False) -> Tensor:
         """Final states of n runs that start at these layers: (n, T - start, M), or (n, 1, M) with ``last_token``."""

@@ -133,9 +133,15 @@ def sweep_effects(
     record = capture_inputs(model, clean, sites=[targets.site(layer) for layer in range(n_layers)])
     runner = PatchRunner(model, corrupted)
     patches = [patch for layer in range(n_layers) for patch in targets.patches(layer, record)]
-    values = runner.run_patches(patches, record, metric, batch)
+    by_run = metric if isinstance(metric, LogitDifference) else partial(_value_of_each, metric)
+    values = runner.run_patches(patches, record, by_run, batch)
     ends = torch.stack([metric(record.logits).mean(), metric(runner.record.logits).mean()])
     return (values - ends[1]).reshape(n_layers, *targets.shape(record)), ends
+
+
+def _value_of_each(metric: Metric, logits: Tensor) -> Tensor:
+    """The metric of each row on its own (B,); a metric may return one value for all of them."""
+    return torch.stack([metric(row[None]).mean() for row in logits])
 
 
 def attribution_patching(

@@ -26,7 +26,7 @@ from ..foundation.progress import track
 from ..generation.generate import inference
 from ..models import Model
 from ..models.block import SublayerNorms
-from .activations import ActivationRecord, Metric, PassInputs, capture_inputs
+from .activations import ActivationRecord, Metric, PassInputs, capture_inputs, logits_of_states
 from .capture import Head, stacks
 from .interventions import patch
 from .patching import check_ends_differ, metrics_of_pairs, read_pairs
@@ -253,7 +253,6 @@ class CircuitRunner:
 
     def logits(self, kept: Tensor, sender: int | None = None) -> Tensor:
         """Logits with the edges ``kept``; the writer ``sender``, if given, has its clean output."""
-        model: Any = self.model
         kept = kept.to(self.old)
         change = torch.zeros_like(self.old)  # of each writer: its output in this run minus the corrupted one
         clean_writers = {*self.graph.roots, *(() if sender is None else (sender,))}
@@ -266,7 +265,7 @@ class CircuitRunner:
             restored = torch.einsum("wr,wtm->rtm", kept[sees][:, list(readers)], change[sees, : base.shape[1]])
             return base + restored
 
-        with inference(model):
+        with inference(self.model):
             for part in self.graph.sublayers:
                 readers = range(*part.readers.indices(len(self.graph.readers)))
                 if isinstance(part.module, MultiHeadAttention):
@@ -285,7 +284,7 @@ class CircuitRunner:
                         change[index, : len(row)] = row - self.old[index, : len(row)]
             last = len(self.graph.readers) - 1
             final = _apply(self.graph.last_norm, read(self.graph.last, [last], self.graph._sees[last]))
-            return model.class_head(final) if model.head is None else model.head(final, model.output_table)
+            return logits_of_states(self.model, {}, final)
 
     def _heads(self, part: GraphSublayer, x: Tensor, memory: Tensor | None) -> Tensor:
         """The outputs of heads (H, T, M), where each query, key and value head has its own input.

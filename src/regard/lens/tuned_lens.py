@@ -74,7 +74,8 @@ def layer_logits(
     model: Any = record.model
     name = "encoder" if model.is_encoder_only else "decoder"
     if model.head is None or not stacks(model):
-        raise ValueError(f"this model has head={model.config.head!r}: it does not predict tokens")
+        why = f"head={model.config.head!r}: it does not predict tokens" if model.head is None else "no stack of layers"
+        raise ValueError(f"this model has {why}")
     if lens is not None and sublayers:
         raise ValueError("a tuned lens is trained on the states after whole layers: use sublayers=False")
     length = record.lengths[prompt]
