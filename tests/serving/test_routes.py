@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import json
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,8 @@ def test_caption_and_classify(api: ServedApi, models: dict[str, Model]) -> None:
     found = ask(api, "caption", model="captioner", image=picture())["captions"][0]
     assert isinstance(found["text"], str)
     assert found["finish_reason"] in ("stop", "length")
+    lines = "\r\n".join(textwrap.wrap(picture(), 76))  # as base64 and MIME write it
+    assert ask(api, "caption", model="captioner", image=lines)["captions"] == [found]
     results = ask(api, "classify", model="classifier", text=[TEXT, "a dog ran"])["results"]
     for result, wanted in zip(results, regard.classify(models["classifier"], [TEXT, "a dog ran"]), strict=True):
         assert result["label"] == wanted.label

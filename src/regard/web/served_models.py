@@ -251,7 +251,7 @@ def decode_image(encoded: str | None, limits: Limits) -> Image:
     """Decode an image from base64 or a data: URL; one with too many pixels is refused before it is decompressed."""
     from PIL import Image, UnidentifiedImageError
 
-    text = (encoded or "").strip()
+    text = (encoded or "").replace("\n", "").replace("\r", "").strip()  # base64 is often wrapped into lines
     if text.startswith("data:"):
         text = text.partition(",")[2]
     try:
