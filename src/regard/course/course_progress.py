@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..foundation.files import state_folder, write_atomic
-from .exercises import Exercise, chapters
+from .exercises import Exercise, Texts, chapters
 
 _VERSION = 1
 
@@ -80,7 +80,7 @@ def progress_report() -> dict[str, Any]:
         {
             "chapter": chapter.number,
             "title": str(chapter.title),
-            "page": f"docs/learn/{chapter.page}",
+            "page": f"{Texts('docs/learn', 'docs/ko/learn')}/{chapter.page}",
             "exercises": [
                 {"number": e.number, "title": str(e.title), **asdict(progress.get(e.number, ExerciseProgress()))}
                 for e in chapter.exercises
