@@ -255,4 +255,6 @@ def test_in_korean(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
         assert not re.search("[a-z]{3,} [a-z]{3,}", verdict.sentence.partition("오류가 났습니다")[0])
     assert regard.check("2.1", lambda q, k: q @ k.T / q.shape[1] ** 0.5).sentence.startswith("맞습니다.")
     assert main(["learn"]) == 0
-    assert "40개 가운데 1개 풀었습니다." in said(capsys)
+    listed = said(capsys)
+    assert "40개 가운데 1개 풀었습니다." in listed
+    assert "2 · 공식  (docs/ko/learn/2-the-formula.md)" in listed

@@ -242,7 +242,7 @@ def progress_report() -> dict[str, Any]:
         {
             "chapter": chapter.number,
             "title": str(chapter.title),
-            "page": f"docs/learn/{chapter.page}",
+            "page": f"{Texts('docs/learn', 'docs/ko/learn')}/{chapter.page}",
             "exercises": [
                 {"number": e.number, "title": str(e.title), **asdict(progress.get(e.number, ExerciseProgress()))}
                 for e in chapter.exercises

@@ -312,7 +312,8 @@ def _split_lines(split: SplitReport, against: str | None) -> list[str]:
         for each in split.comparisons:
             scores = {"metric": each.metric, "other": each.a, "this": each.b, "difference": f"{each.difference:+.4f}"}
             interval = f"[{each.low:+.4f}, {each.high:+.4f}]"
-            rows.append({**scores, "95 %": interval, "p": f"{each.p_value:.3f}"})
+            scores |= {"95 %": interval, "p": f"{each.p_value:.3f}"}
+            rows.append({localise(name): value for name, value in scores.items()})
         lines += format_rows(rows, _WIDTH)
     worst = split.worst(_MAX_WORST_SHOWN)
     if worst:
