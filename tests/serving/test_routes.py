@@ -320,6 +320,15 @@ def test_a_body_without_its_content_type_is_told_so(api: ServedApi) -> None:
     }
 
 
+def test_an_offer_to_upgrade_is_passed_over(api: ServedApi) -> None:
+    """Java's client offers HTTP/2 with its first request, and its body counts all the same."""
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
+    body = {"model": "speaker", "prompt": TEXT, "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(f"{api.url}/v1/completions", json=body, headers=offer, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == ask(api, "completions", **body)["choices"]
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[" * 100_000, b'{"model": NaN, "prompt": "a"}', b'{"model":"speaker","temperature":NaN}']
 )

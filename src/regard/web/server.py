@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).with_name("static")
 _SHUTDOWN_SECONDS = 3
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _ALTERNATIVE = re.compile(r"\[|^constrained-")  # how pydantic names the types of a union: list[constrained-str]
 
 
@@ -259,6 +260,10 @@ def _timed_protocol(limits: Limits, max_connections: int) -> type:
         uvicorn's own timeout covers the time between two requests and ends with the first byte. httptools has no limit
         on the size of headers, so those past ours are dropped as they arrive.
         """
+
+        def data_received(self, data: bytes) -> None:
+            # httptools drops the body of a request that offers an upgrade, as Java's client does; none is accepted.
+            super().data_received(_UPGRADE.sub(b"\r\nX-Offer:", data))
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
