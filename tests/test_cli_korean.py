@@ -222,6 +222,8 @@ def test_what_is_not_in_the_catalog_and_what_people_wrote_stays() -> None:
         assert localise(text) == ("  데이터" if text == "  data" else text)
     assert localise("wrote examples") == "저장: examples", "a name is no sentence"
     assert localise("3 rows; 1 blank; wrote x.csv") == "3행; 빈 행 1개; 저장: x.csv"
+    for text in ("The density of filled rows", "Name must be at least 5 characters long", "Permission denied"):
+        assert localise(text, errors=False) == text, "a report shows it as somebody's text"
     assert localise("3 rows; and a sentence") == "3 rows; and a sentence", "no half of a line"
     assert format_rows([{"source": "data", "output": "x" * 9}], 18)[0] == "  입력  data", (
         "a sample is what people wrote"

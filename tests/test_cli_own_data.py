@@ -76,7 +76,7 @@ def test_a_table_of_other_names_is_what_the_task_learns_from(tmp_path: Path, cap
 def test_korean_column_names_are_known_and_others_are_suggested_in_order(tmp_path: Path, capsys: Said) -> None:
     path = tmp_path / "films.csv"
     path.write_text(
-        "번호,리뷰,감정\n" + "".join(f"{n},영화 {n},{'긍부'[n % 2]}정\n" for n in range(9)), encoding="utf-8"
+        "번호,리뷰,라벨\n" + "".join(f"{n},영화 {n},{'긍부'[n % 2]}정\n" for n in range(9)), encoding="utf-8"
     )
     assert run("data", "describe", path, "--tokenizer", "none") == 0, capsys.readouterr().err
     assert "영화 1 → 부정" in capsys.readouterr().out

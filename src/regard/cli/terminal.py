@@ -34,7 +34,7 @@ def print_result(result: Any, as_json: bool) -> None:
     if as_json:
         print_json(result.to_dict())
     else:
-        print(localise(result.to_text()))
+        print(localise(result.to_text(), errors=False))
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 LANGUAGES = ("en", "ko")
 _VARIABLES = ("REGARD_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_NUMBER = r"[-\d][\d,.]*(?: \w)?"  # what {n} and {total} stand for
 
 
 def environment_language() -> str:
@@ -24,11 +25,14 @@ def environment_language() -> str:
     return "ko" if value.lower().startswith("ko") else "en"
 
 
-def localise(text: str) -> str:
-    """English text in the user's language, line by line; indentation is kept."""
+def localise(text: str, *, errors: bool = True) -> str:
+    """English text in the user's language, line by line; indentation is kept.
+
+    Without ``errors``, sentences of errors stay as they are: a report shows texts of people, which may be alike.
+    """
     if environment_language() == "en":
         return text
-    return "\n".join(_localise_line(line) for line in text.split("\n"))
+    return "\n".join(_localise_line(line, load_catalog(errors)) for line in text.split("\n"))
 
 
 class Catalog(NamedTuple):
@@ -39,12 +43,13 @@ class Catalog(NamedTuple):
 
 
 @cache
-def load_catalog() -> Catalog:
-    """Read korean.toml."""
+def load_catalog(errors: bool = True) -> Catalog:
+    """Read korean.toml, with or without its tables of errors."""
     import tomllib  # imported here, because English needs no catalog
 
     tables = tomllib.loads(files("regard.foundation").joinpath("korean.toml").read_text(encoding="utf-8"))
-    entries = {english: korean for table in tables.values() for english, korean in table.items()}
+    names = [name for name in tables if errors or name not in ("program", "errors", "advice")]
+    entries = {english: korean for name in names for english, korean in tables[name].items()}
     keys = [key for key in entries if _PLACEHOLDER.search(key)]
     keys.sort(key=lambda key: len(_PLACEHOLDER.sub("", key)), reverse=True)  # the most specific first
     return Catalog(entries, [(_pattern(key), entries[key]) for key in keys])
@@ -52,21 +57,23 @@ def load_catalog() -> Catalog:
 
 def _pattern(key: str) -> re.Pattern[str]:
     parts = _PLACEHOLDER.split(key)  # literal, name, literal, …
-    return re.compile("".join(f"(?P<{part}>.*?)" if n % 2 else re.escape(part) for n, part in enumerate(parts)))
+    kinds = {"n": _NUMBER, "total": _NUMBER}
+    return re.compile(
+        "".join(f"(?P<{part}>{kinds.get(part, '.*?')})" if n % 2 else re.escape(part) for n, part in enumerate(parts))
+    )
 
 
-def _localise_line(line: str) -> str:
+def _localise_line(line: str, catalog: Catalog) -> str:
     text = line.strip()
     before, after = line[: len(line) - len(line.lstrip())], line[len(line.rstrip()) :]
-    catalog = load_catalog()
     if not text or text in catalog.sentences:
         return f"{before}{catalog.sentences.get(text, '')}{after}"
     for pattern, korean in catalog.patterns:
         if match := pattern.fullmatch(text):
             # A variable part may be a sentence with its own entry; a single word is a name.
-            values = {name: _localise_line(x) if " " in x else x for name, x in match.groupdict().items()}
+            values = {name: _localise_line(x, catalog) if " " in x else x for name, x in match.groupdict().items()}
             return before + korean.format(**values) + after
     clauses = text.split("; ")
-    localised = [_localise_line(clause) for clause in clauses] if len(clauses) > 1 else clauses
+    localised = [_localise_line(clause, catalog) for clause in clauses] if len(clauses) > 1 else clauses
     is_known = all(one != other for one, other in zip(clauses, localised, strict=True))
     return f"{before}{'; '.join(localised)}{after}" if is_known else line

@@ -170,19 +170,23 @@ class Console:
         self.status, self._file = status, file
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line."""
+        """Print a line in the user's language."""
+        self.show(localise(text), style)
+
+    def show(self, text: str, style: str = "") -> None:
+        """Print a line as it is, such as a sample."""
         if self._file is not None:
-            self._file.write(f"{localise(text)}\n")
+            self._file.write(f"{text}\n")
             self._file.flush()
 
-    def say_all(self, lines: Iterable[str]) -> None:
+    def show_all(self, lines: Iterable[str]) -> None:
         for text in lines:
-            self.say(text)
+            self.show(text)
 
     def say_at(self, step: int, text: str, style: str = "") -> None:
         """Print a line that begins with a step."""
         steps = f"{self.status.steps:,}"
-        self.say(f"step {step:>{len(steps)},}/{steps}{GAP}{localise(text)}", style)
+        self.show(f"step {step:>{len(steps)},}/{steps}{GAP}{localise(text)}", style)
 
     def line(self) -> None:
         """Show the numbers of ``status``."""
@@ -213,10 +217,10 @@ class LiveLine(Console):
     def width(self) -> int:  # type: ignore[override]  # a terminal can be resized
         return self._console.width
 
-    def say(self, text: str, style: str = "") -> None:
+    def show(self, text: str, style: str = "") -> None:
         from rich.text import Text
 
-        self._console.print(Text(localise(text), style=style), soft_wrap=True)
+        self._console.print(Text(text, style=style), soft_wrap=True)
 
     def report_checkpoint(self, step: int, path: str) -> None:
         """Print only the last checkpoint, at the end: a line for each would push the rest off the screen."""

@@ -185,7 +185,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         self._device = str(facts["device"]).split()[0] if "device" in facts else None
         self._console.say(printable(str(facts.get("task", self.out.name))), "bold")
         shown = {name: localise(format_value(value)) for name, value in facts.items() if name != "task"}
-        self._console.say_all(format_pairs(shown, self._console.width))
+        self._console.show_all(format_pairs(shown, self._console.width))
         if self._start_step:
             self.note(f"continues after step {self._start_step:,}")
 
@@ -277,7 +277,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         """Print and log current outputs of the model, as rows such as {"source": …, "target": …, "output": …}."""
         if self._active and rows:
             shown = [{localise(name): value for name, value in row.items()} for row in rows]
-            self._console.say_all(format_rows(shown, self._console.width))
+            self._console.show_all(format_rows(shown, self._console.width))
             names = list(dict.fromkeys(name for row in rows for name in row))
             cells = [[format_value(row.get(name, "")).replace("|", "\\|") for name in names] for row in rows]
             table = (f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *cells))
