@@ -216,8 +216,7 @@ export class App {
     }, this.t(`view.${view.id}`))));
     const chosen = nav.querySelector("[aria-selected=true]");
     if (isHeld) chosen.focus({ preventScroll: true });
-    // Not all tabs fit on a phone.
-    nav.scrollLeft = chosen.offsetLeft - nav.offsetLeft - (nav.clientWidth - chosen.offsetWidth) / 2;
+    nav.scrollLeft = chosen.offsetLeft - nav.offsetLeft - (nav.clientWidth - chosen.offsetWidth) / 2; // not all tabs fit on a phone
     const missing = this.source.unavailable?.[kind.id];
     this.wants = missing ? [] : kind.controls ?? [];
     this.panelled = kind.panel && !this.source.overviewOnly;
