@@ -45,6 +45,16 @@ def test_every_view_of_the_explorer(tab: Tab, language: str, theme: str) -> None
     assert not any(found.values()), "\n".join(line for lines in found.values() for line in lines)
 
 
+def test_tabs_by_keyboard(tab: Tab) -> None:
+    tab.open(model="en-ko", text=TEXT)
+    tab.page.focus("nav [aria-selected=true]")
+    for key, view in (("ArrowRight", "align"), ("ArrowLeft", "story"), ("ArrowLeft", "variant"), ("Enter", "variant")):
+        tab.page.keyboard.press(key)
+        tab.settled()
+        assert tab.page.evaluate("() => document.activeElement.dataset.view") == view
+        assert tab.page.get_attribute("nav [aria-selected=true]", "data-view") == view
+
+
 def test_the_keyboard(tab: Tab) -> None:
     """Arrows choose among segmented buttons, which keep the focus; an open dialog has the keyboard to itself."""
     focus = "() => document.activeElement.dataset.value ?? null"

@@ -24,6 +24,14 @@ from .sessions import LookSession
 _KEYS = 10  # keys with the largest weights
 _NUMBERS = 48  # leading numbers of a vector
 _WORDS = 6  # likeliest predictions
+_FF = {"ff": "ff.output", "neurons": "ff.neurons", "after": "output"}
+_SELF = {"before": "input", "attention": "attention.output", "between": "after_attention"}
+_STEPS = {  # sites of a block in which an attention of this kind is followed
+    "encoder": _SELF | _FF,
+    "self": _SELF | {"cross": "cross_attention.output"} | _FF,
+    "cross": {"before": "after_attention", "attention": "cross_attention.output", "between": "after_cross_attention"}
+    | _FF,
+}
 
 
 def tell_story(session: LookSession, at: HeadView, row: int) -> dict[str, Any]:
@@ -34,8 +42,7 @@ def tell_story(session: LookSession, at: HeadView, row: int) -> dict[str, Any]:
         raise RequestRefused(422, f"model {session.served.id!r} has state spaces in place of queries and keys")
     stack = "encoder" if at.kind == "encoder" else "decoder"
     attention, block = attention_name(at.kind, at.layer), f"{stack}.blocks.{at.layer}"
-    steps = _block_sites(block, at.kind)
-    names = [stack, f"{attention}.heads", f"{block}.ff.neurons", *steps.values()]
+    names = [stack, f"{attention}.heads", *(f"{block}.{site}" for site in _STEPS[at.kind].values())]
     with session.model_changes():
         sites = [name for name in names if name in model.sites()]
         record = capture_inputs(model, pass_inputs(look), sites=sites, positions=[row], keep_calls=True)
@@ -43,7 +50,7 @@ def tell_story(session: LookSession, at: HeadView, row: int) -> dict[str, Any]:
     return {
         "embedding": _embedding(record, Place(stack, 0, row)),
         "head": _head(session, record, at, row),
-        "block": _block(record, steps, f"{block}.ff.neurons", row),
+        "block": _block(record, block, at.kind, row),
         "norm_place": model.config.norm_place,
         "layers": _layers(session, position),
         "position": position,
@@ -112,21 +119,13 @@ def _head(session: LookSession, record: ActivationRecord, at: HeadView, row: int
     }
 
 
-def _block_sites(block: str, kind: str) -> dict[str, str]:
-    """The residual stream before and after an attention and at the end of its layer, and what is added in between."""
-    if kind == "cross":
-        before, added = "after_attention", {"attention": "cross_attention.output", "between": "after_cross_attention"}
-    else:
-        before = "input"
-        added = {"attention": "attention.output", "between": "after_attention", "cross": "cross_attention.output"}
-    names = {"before": before, **added, "ff": "ff.output", "after": "output"}
-    return {name: f"{block}.{site}" for name, site in names.items()}
-
-
-def _block(record: ActivationRecord, sites: dict[str, str], neurons_site: str, row: int) -> dict[str, Any]:
-    """The vectors of one layer at those sites that the model has, and how many neurons are active."""
-    vectors = {name: _numbers(record.at(site, 0, row)) for name, site in sites.items() if site in record}
-    neurons = record.at(neurons_site, 0, row) if neurons_site in record else None
+def _block(record: ActivationRecord, block: str, kind: str, row: int) -> dict[str, Any]:
+    """The residual stream around an attention and after its layer, and what is added to it in between."""
+    found = {
+        name: record.at(f"{block}.{site}", 0, row) for name, site in _STEPS[kind].items() if f"{block}.{site}" in record
+    }
+    neurons = found.pop("neurons", None)
+    vectors = {name: _numbers(x) for name, x in found.items()}
     return vectors | ({} if neurons is None else {"neurons": len(neurons), "active": int((neurons > 0).sum())})
 
 

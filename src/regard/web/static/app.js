@@ -3,7 +3,7 @@ import { Failure } from "./api.js";
 import { Composer, example, tagOf } from "./composer.js";
 import { controls, placed } from "./controls.js";
 import { Data, Readings } from "./data.js";
-import { after, el, refill } from "./dom.js";
+import { after, chooseNeighbour, el, refill } from "./dom.js";
 import { classes, footer, head, outside, said } from "./frame.js";
 import { speaker } from "./i18n.js";
 import { listen } from "./keys.js";
@@ -58,7 +58,7 @@ export class App {
   build() {
     const { t, state } = this;
     this.parts = {
-      head: el("header"), says: el("div", { class: "says" }), message: el("p", { class: "message", role: "alert" }), nav: el("nav", { role: "tablist" }),
+      head: el("header"), says: el("div", { class: "says" }), message: el("p", { class: "message", role: "alert" }), nav: el("nav", { role: "tablist", onkeydown: chooseNeighbour }),
       controls: el("div", { class: "controls" }), stage: el("section", { class: "stage" }), aside: el("aside", { "aria-live": "polite" }),
       terms: el("div", { class: "terms" }), footer: el("footer"),
     };
@@ -209,12 +209,14 @@ export class App {
     this.view?.close();
     this.parts.stage.replaceChildren();
     Object.assign(this, { data, opened: kind });
-    this.parts.nav.replaceChildren(...views.map((view) => el("button", {
+    const { nav } = this.parts, isHeld = nav.contains(document.activeElement);
+    nav.replaceChildren(...views.map((view) => el("button", {
       type: "button", role: "tab", "aria-selected": String(view === kind), "data-view": view.id,
       onclick: () => this.go(view.id),
     }, this.t(`view.${view.id}`))));
-    const { nav } = this.parts, chosen = nav.querySelector("[aria-selected=true]"); // not all tabs fit on a phone
-    nav.scrollLeft = chosen.offsetLeft - nav.offsetLeft - (nav.clientWidth - chosen.offsetWidth) / 2;
+    const chosen = nav.querySelector("[aria-selected=true]");
+    if (isHeld) chosen.focus({ preventScroll: true });
+    nav.scrollLeft = chosen.offsetLeft - nav.offsetLeft - (nav.clientWidth - chosen.offsetWidth) / 2; // not all tabs fit on a phone
     const missing = this.source.unavailable?.[kind.id];
     this.wants = missing ? [] : kind.controls ?? [];
     this.panelled = kind.panel && !this.source.overviewOnly;

@@ -74,16 +74,18 @@ export function refill(node, children) {
 
 const STEPS = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
 
-/** Buttons of which one is chosen; the arrow keys choose the neighbours, as they do for radio buttons. */
+/** A handler for a row of buttons: the arrow keys choose the neighbours of the one that has the focus. */
+export function chooseNeighbour(event) {
+  const buttons = [...event.currentTarget.children], to = buttons.indexOf(event.target) + (STEPS[event.key] ?? 0);
+  if (!(event.key in STEPS)) return;
+  event.preventDefault();
+  buttons.at(to % buttons.length).focus();
+  buttons.at(to % buttons.length).click();
+}
+
+/** Buttons of which one is chosen. */
 export function segmented(name, options, value, onPick) {
-  const move = (event) => {
-    const buttons = [...event.currentTarget.children], to = buttons.indexOf(event.target) + (STEPS[event.key] ?? 0);
-    if (!(event.key in STEPS)) return;
-    event.preventDefault();
-    buttons.at(to % buttons.length).focus();
-    buttons.at(to % buttons.length).click();
-  };
-  return el("div", { class: "segmented", role: "radiogroup", "aria-label": name, onkeydown: move },
+  return el("div", { class: "segmented", role: "radiogroup", "aria-label": name, onkeydown: chooseNeighbour },
     options.map(([id, text]) => el("button", {
       type: "button", role: "radio", "aria-checked": String(id === value), "data-value": String(id),
       onclick: () => onPick(id),

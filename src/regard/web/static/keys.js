@@ -14,7 +14,7 @@ export function listen(app) {
       return;
     }
     if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-    const handled = press(app, event.key, event.target.matches?.("input[type=range], [role=radio]"));
+    const handled = press(app, event.key, event.target.matches?.("input[type=range], [role=radio], [role=tab]"));
     if (handled) event.preventDefault();
   });
 }

@@ -136,10 +136,10 @@ class Story {
 
   /** The largest weighted values, all others, and their sum: the output of the head. */
   mixed(name) {
-    const { head: { keys, output } } = this.told, { t } = this.app, most = keys.filter((key) => key.weight > 0.005).sort((a, b) => b.weight - a.weight).slice(0, 4);
-    const rest = output.map((value, n) => most.reduce((left, key) => left - key.weight * key.v[n], value)), left = most.reduce((share, key) => share - key.weight, 1);
+    const { head: { keys, output, others } } = this.told, { t } = this.app, most = keys.filter((key) => key.weight > 0.005).sort((a, b) => b.weight - a.weight).slice(0, 4);
+    const rest = output.map((value, n) => most.reduce((left, key) => left - key.weight * key.v[n], value)), isAll = keys.filter((key) => key.weight > 0).length + others === most.length;
     return [...most.map((key, i) => [`${i ? "+ " : ""}${key.weight.toFixed(2)} × v ${name(key)}`, key.v.map((v) => v * key.weight)]),
-      ...(left > 0.005 ? [[`+ ${t("walk.rest")}`, rest]] : []), [t("story.mixed"), output]];
+      ...(isAll ? [] : [[`+ ${t("walk.rest")}`, rest]]), [t("story.mixed"), output]];
   }
 
   /** Tokens as chips, of the source and of the written text; the followed one in colour. */
