@@ -219,7 +219,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
         if index is not None:
             files[INDEX] = to_json(index)
         files["config.json"] = to_json(dict(sorted(fields.items())))  # sorted as in transformers
-        files["README.md"] = hub.model_card(model, written).encode()
+        files["README.md"] = hub.model_card(model, written, model.n_parameters).encode()
         files |= {} if written.obstacles else hub.write_embedding(model.config)
         for name, content in files.items():
             (folder / name).parent.mkdir(exist_ok=True)

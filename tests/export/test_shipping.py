@@ -88,6 +88,7 @@ def test_what_is_shipped_names_run_step_data_metrics_command_and_versions(
             f"regard {regard.__version__}",
         ):
             assert fact in card
+        assert f"{regard.load(run).n_parameters:,} parameters" in card
         assert f"| valid_loss | {evaluation['metrics']['valid_loss']:.5g} |" in card
     capsys.readouterr()
     assert cli.main(["info", str(tmp_path / "int8")]) == 0

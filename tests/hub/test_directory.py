@@ -228,11 +228,14 @@ def test_processor_goes_through_save_and_transformers_opens_it(tmp_path: Path, t
 
 
 def test_a_pair_of_tokenizers(tmp_path: Path, tokenizer: Backend) -> None:
-    model = ours(architecture="encoder-decoder", target_vocab_size=VOCAB)
+    model = ours(architecture="encoder-decoder", target_vocab_size=VOCAB, sinusoid_layout="halves")
     content = tokenizer.to_str().encode()
     model.processor = Processor(source=Tokenizer(content), target=Tokenizer(content))
-    processor = load(model.save(tmp_path / "model")).processor
+    processor = load(saved := model.save(tmp_path / "model")).processor
     assert processor.source.encode(TEXT[0]) == processor.target.encode(TEXT[0]) == tokenizer.encode(TEXT[0]).ids
+    assert 'PreTrainedTokenizerFast(tokenizer_file="…/tokenizer.source.json")' in (saved / "README.md").read_text(
+        "utf-8"
+    )
     with pytest.raises(ValueError, match=r"there are 2 tokenizers; use processor\.source or processor\.target"):
         _ = processor.tokenizer
 

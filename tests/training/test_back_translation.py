@@ -56,7 +56,7 @@ def test_a_table_and_what_is_drawn(reverse: Path, tmp_path: Path, capsys: pytest
         out = tmp_path / f"{number}.jsonl"
         assert cli.main(["backtranslate", str(reverse), str(table), str(out), "--column", "ko", *words]) == 0
         drawn.append([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()])
-    assert f"{out}: {len(drawn[3])} pairs (drawn, top_k 3)" in capsys.readouterr().out
+    assert f"{out}: {len(drawn[3])} pairs (sampled, top_k 3)" in capsys.readouterr().out
     assert drawn[0] == drawn[1] != drawn[2]
     assert all(pair["target"].startswith("고양이가") for pair in drawn[0])
     assert len({pair["source"] for pair in drawn[0]}) > 1  # each line is drawn by itself

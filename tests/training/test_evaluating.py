@@ -426,7 +426,7 @@ def test_texts_longer_than_the_model_can_read(tmp_path: Path, house: House) -> N
     run = _train(tmp_path / "pairs", "translate", words)
     test = house.write("long.tsv", "red cat dog sat ran mat red\tRED CAT DOG SAT RAN MAT RED\nred\tRED\n")
     report = _ask(run, {"source": str(test)})
-    assert report.notes == (f"2 texts of whole were cut to the length that {run} can read",)
+    assert report.notes == (f"2 texts of {test} were cut to the length that {run} can read",)
     assert all(math.isfinite(row.loss) for row in report.rows)
 
 

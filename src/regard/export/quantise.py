@@ -111,7 +111,7 @@ def write_int8(model: Model, folder: Path) -> None:
         fields["label2id"] = {label: number for number, label in enumerate(labels)}
     files["config.json"] = to_json(fields)
     written = hub.WrittenConfig(fields, (), ("weights are int8, in a format of regard's own",))
-    files["README.md"] = hub.model_card(model, written).encode()
+    files["README.md"] = hub.model_card(model, written, build(config, device="meta").n_parameters).encode()
     for name, content in files.items():
         write_atomic(folder / name, content)
 

@@ -15,6 +15,7 @@ from ..config import Head, ModelConfig
 from ..errors import BadModelFile
 from ..layers import FEEDFORWARD_KINDS
 from ..models import Model
+from ..text.processor import SOURCE, TARGET
 from .config_diff import Difference, differences
 from .families import BY_TYPE, FAMILIES
 from .hf_family import Family, ForeignFields
@@ -207,10 +208,10 @@ def changed_fields(config: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
 
 
-def model_card(model: Model, written: WrittenConfig) -> str:
+def model_card(model: Model, written: WrittenConfig, n_parameters: int) -> str:
     """README.md of a saved model; deterministic, so that saving a model twice gives the same files."""
     config = model.config
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in model.state_dict().values()})
     if written.obstacles:
         reasons = "\n".join(f"- {reason}" for reason in written.obstacles)
         twin = f"transformers has no twin of this model and cannot open this directory, because of:\n\n{reasons}"
@@ -223,6 +224,11 @@ from transformers import {name}
 
 model = {name}.from_pretrained("path/to/this/directory")
 ```"""
+        if model.processor is not None and SOURCE in model.processor.files(config):
+            twin += f"""
+
+AutoTokenizer opens a single tokenizer, and this model has two: `PreTrainedTokenizerFast(tokenizer_file="…/{SOURCE}")`
+for its inputs, the same with `{TARGET}` for its outputs."""
     rows = "\n".join(f"| {field} | {value} |" for field, value in changed_fields(config).items())
     training = "" if model.training_record is None else _training_section(model.training_record)
     return f"""---
@@ -231,7 +237,7 @@ tags:
 - regard
 ---
 
-# {written.model_type}, {model.n_parameters:,} parameters
+# {written.model_type}, {n_parameters:,} parameters
 
 Architecture {config.architecture}, reads {config.source}, head {config.head}; weights in {", ".join(dtypes)}.
 Saved by regard.

@@ -44,9 +44,9 @@ class BackTranslation:
 
     def to_text(self) -> str:
         left_out = ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
-        drawn = {name: value for name, value in self.decoding.items() if name not in ("beam", "sample")}
-        how = "drawn" if GenerateConfig(**self.decoding).samples else f"beam {self.decoding['beam']}"
-        how += "".join(f", {name} {value}" for name, value in drawn.items())
+        sampling = {name: value for name, value in self.decoding.items() if name not in ("beam", "sample")}
+        how = "sampled" if GenerateConfig(**self.decoding).samples else f"beam {self.decoding['beam']}"
+        how += "".join(f", {name} {value}" for name, value in sampling.items())
         lines = [f"{self.path}: {self.pairs:,} pairs ({how}){f'; left out: {left_out}' if left_out else ''}"]
         return "\n".join([*lines, f"next: regard train translate data.source=pairs.tsv,{self.path}"])
 

@@ -96,9 +96,8 @@ def evaluate(
             measured = task.score(each.model, examples, Precision(precision, torch_device), **options)
             scores.append(measured if judge is None else _with_comet(measured, judge))
             if task.n_held_out_cut:
-                notes.append(
-                    f"{task.n_held_out_cut:,} texts of {name} were cut to the length that {each.name} can read"
-                )
+                cut = f"{task.n_held_out_cut:,} texts of {source.name if name == WHOLE else name}"
+                notes.append(f"{cut} were cut to the length that {each.name} can read")
         reports.append(_split_report(name, predictors, tasks[0], scores))
     report = EvaluationReport(
         path=predictor.name,
