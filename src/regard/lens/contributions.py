@@ -72,7 +72,8 @@ def head_values(record: ActivationRecord, kind: str, layer: int, prompt: int) ->
 
 @dataclass(frozen=True, eq=False)
 class TokenContributions:
-    """The share of every input token in every state after a layer; the shares of a row sum to 1."""
+    """The share of every input token in every state after a layer; the shares of a row sum to 1, or less where the
+    parts of a state cancel one another (see ``layer_contributions``)."""
 
     target: Tensor  # (T, T): shares of the tokens of the same text
     source: Tensor | None = None  # (T, S): shares of the source tokens, in the decoder of an encoder-decoder

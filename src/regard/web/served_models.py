@@ -90,7 +90,7 @@ class ServedModel:
             "generates": self.can_generate,
             "image": config.source == "image",
             "source": self.has_source,
-            "causal": any(stack.causal for stack in self.model.stacks()),
+            "causal": any(stack.causal for stack in self.model.stacks()) and not config.mixing.recurrent,
             "layered": bool(stacks(self.model)) and (self.model.head or self.model.class_head) is not None,
             "state_space": config.mixing.recurrent,
             "experts": config.experts is not None,
