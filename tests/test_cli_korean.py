@@ -196,6 +196,12 @@ def test_training_data_and_doctor(
     described = capsys.readouterr().out
     assert "book.txt: 글\n" in described
     assert not re.search("[a-z]{2,} [a-z]{2,}", described.partition("\n예시\n")[0])
+    Path("pairs.tsv").write_text("one\t하나\ntwo\nthree\t셋\n", encoding="utf-8")
+    assert (
+        main(["data", "describe", "pairs.tsv", "data.columns=0,1", "data.bad_lines=skip", "--tokenizer", "none"]) == 0
+    )
+    described = capsys.readouterr().out
+    assert "열의 수가 다름: 1\n    pairs.tsv:2: 열이 2개여야 하는데 1개입니다\n" in described
     assert main(["info", "run/model"]) == 0
     assert "확인함: 모든 파일이 manifest.json과 같음\n기본값과 다른 설정\n" in capsys.readouterr().out
     assert main(["look", "run", "the cat"]) == 0
