@@ -16,7 +16,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import regard
-from generation.spoken import language_model, translator
+from generation.spoken import image_classifier, language_model, translator
 from regard.attention import record
 from regard.config.data_config import TokenizerKind
 from regard.data.corpora import open_corpus
@@ -143,6 +143,19 @@ def test_a_run_is_called_by_its_own_name(tmp_path: Path) -> None:
         "gpt2": "gpt2",
     }
     assert {path: name_of_run(tmp_path / path) for path in names} == names
+
+
+def test_an_image_encoder_with_stages_is_looked_into() -> None:
+    model = image_classifier(stages=(1, 1), stage_heads=(2, 4), class_tokens=0, pooling="mean")
+    seen = regard.look(model, decode_image(picture(), Limits()))
+    with asking({"stages": model}) as client:
+        look = opened(client, "stages")
+        assert look["kinds"].keys() == {"stage0", "stage1"}
+        for kind, sizes in look["kinds"].items():
+            row = asked(client, look, "top", kind=kind, layer=0, head=0, row=1, k=3)
+            weights = seen.weights(layer=0, head=0, kind=kind)
+            assert list(weights.shape) == [sizes["n_rows"], sizes["n_cols"]]
+            assert [each["weight"] for each in row] == pytest.approx(weights[1].topk(3).values.tolist(), abs=1e-6)
 
 
 def test_words_that_have_to_be_spelled_are_unfamiliar() -> None:

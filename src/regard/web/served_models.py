@@ -225,7 +225,9 @@ def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any]
     total = 0
     for kind, size in attention_sizes(served.model).items():
         d_head = config.d_head or config.d_model // size["heads"]
-        n_rows, n_cols = lengths[kind]
+        n_rows, n_cols = lengths.get(
+            kind, (n_source, n_source)
+        )  # a stage of an image encoder has no more than all patches
         heads = size["heads"] * n_rows + (config.n_kv_heads or size["heads"]) * n_cols
         total += 4 * size["layers"] * heads * d_head
     return total

@@ -2,6 +2,7 @@
 import { check, el, segmented, slider, stepper } from "./dom.js";
 
 const around = (n, size, low = 0) => ((n - low + size - low) % (size - low)) + low;
+const kindName = (t, kind) => kind.startsWith("stage") ? t("kind.stage", { n: Number(kind.slice(5)) + 1 }) : t(`kind.${kind}`);
 const START = { row: -1, col: -1, zoom: "", from: 0 }; // a new matrix starts unpinned and unzoomed
 
 /** Kind, layer and head, clamped to what the look has; `only`: the one kind that a view shows. */
@@ -20,7 +21,7 @@ export function stepped(app, what, by) {
 const PARTS = {
   kind({ look, state, t }, { kind }) {
     const kinds = Object.keys(look.kinds);
-    return kinds.length > 1 && segmented(t("kind"), kinds.map((k) => [k, t(`kind.${k}`)]), kind, (k) => state.set({ ...START, kind: k }));
+    return kinds.length > 1 && segmented(t("kind"), kinds.map((k) => [k, kindName(t, k)]), kind, (k) => state.set({ ...START, kind: k }));
   },
   layer(app, { kind, layer }) {
     const text = `${layer + 1} / ${app.look.kinds[kind].layers}`;
@@ -56,7 +57,7 @@ export function controls(app, wants) {
   const { t } = app, where = app.where(), line = (name, parts) => parts.some(Boolean) && el("div", { class: name }, parts);
   const made = (names) => names.filter((name) => wants.includes(name)).flatMap((name) => PARTS[name](app, where));
   const place = app.source.only // the page contains a single head
-    ? [el("span", { class: "quiet" }, `${t(`kind.${where.kind}`)} · ${t("layer")} ${where.layer + 1} · ${t("head")} ${where.head < 0 ? t("head.mean") : where.head + 1}`)]
+    ? [el("span", { class: "quiet" }, `${kindName(t, where.kind)} · ${t("layer")} ${where.layer + 1} · ${t("head")} ${where.head < 0 ? t("head.mean") : where.head + 1}`)]
     : made(WHERE);
   return [line("where", place), line("how", made(Object.keys(PARTS).filter((name) => !WHERE.includes(name))))].filter(Boolean);
 }

@@ -30,6 +30,7 @@ const WORDS = {
   "kind.self": ["Self", "셀프"],
   "kind.cross": ["Cross", "크로스"],
   "kind.encoder": ["Encoder", "인코더"],
+  "kind.stage": ["Stage {n}", "{n}단계"],
   "layer": ["Layer", "층"],
   "head": ["Head", "헤드"],
   "head.mean": ["mean", "평균"],

@@ -147,7 +147,7 @@ addWords({
   "next.tail": ["All others together {p}: show {n} of them", "나머지 모두 합쳐 {p}: {n}개 더 보기"],
   "next.fewer": ["Show fewer", "접기"],
   "next.cut": ["cut off", "제외됨"],
-  "layered.none": ["This model has no stack of layers to take apart: it is a recurrent network or has no output head.", "이 모델에는 부분별로 나누어 볼 층이 없습니다. 순환 신경망이거나 출력층이 없는 모델입니다."],
+  "layered.none": ["This model has no stack of layers to take apart: it is a recurrent network, merges its patches between stages, or has no output head.", "이 모델에는 부분별로 나누어 볼 층이 없습니다. 순환 신경망이거나, 단계 사이에서 패치를 합치거나, 출력층이 없는 모델입니다."],
   "writer.token": ["the token itself", "토큰 임베딩"],
   "writer.the": ["the token “{token}” itself", "토큰 ‘{token}’의 임베딩"],
   "writer.position": ["its position", "위치 임베딩"],
