@@ -279,6 +279,24 @@ def test_files_that_cannot_be_read_at_all(tmp_path: Path, name: str, content: by
         open_source(write(tmp_path / name, content))
 
 
+def test_a_held_out_table_of_a_few_rows_is_read_as_the_training_table(tmp_path: Path) -> None:
+    """Ten rows with three labels look like pairs; the training table, or known labels, show what they are."""
+    names = ("bad", "fair", "good")
+    train = "".join(f"{names[n % 3]}\tfilm {n}\n" for n in range(90))
+    write(tmp_path / "train.tsv", train)
+    few = write(tmp_path / "valid.tsv", "".join(f"{names[n % 3]}\tplay {n}\n" for n in range(10)))
+    assert open_source(few).kind == "pairs"
+    for source in (
+        open_source(tmp_path / "train.tsv", valid=few),
+        open_source(tmp_path / "train.tsv", valid=few, columns=(1, 0)),
+        open_source(tmp_path),
+    ):
+        assert (source.kind, source.labels) == ("labelled", names)
+        assert [(x.text, x.label) for x in source.valid] == [(f"play {n}", n % 3) for n in range(10)]
+    known = open_source(few, labels=names, valid_fraction=0)
+    assert [(x.text, x.label) for x in known.train] == [(f"play {n}", n % 3) for n in range(10)]
+
+
 def test_unknown_names_and_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"there is no file .*nowhere"):
         open_source(tmp_path / "nowhere")

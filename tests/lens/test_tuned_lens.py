@@ -82,8 +82,8 @@ def test_the_command_trains_one(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert len(found["tuned_lens"]) == len(found["logit_lens"]) == 1
     assert out.is_file()
-    assert main(["lens", str(tmp_path / "lm"), str(tmp_path / "none.txt")]) == 1
-    assert "none.txt cannot be read: No such file" in capsys.readouterr().err
+    assert main(["lens", str(tmp_path / "lm"), str(tmp_path / "none.txt")]) == 2
+    assert f"there is no file {tmp_path / 'none.txt'}" in capsys.readouterr().err
 
 
 def test_texts_of_any_encoding_are_read_and_other_files_refused(tmp_path: Path) -> None:

@@ -209,10 +209,10 @@ def test_the_template_of_a_file_is_kept_for_those_who_open_the_model(run: Path, 
     template.unlink()
     assert regard.evaluate(tmp_path / "mine").metrics["loss"] > 0, "a run needs the file no longer"
     assert regard.resume(tmp_path / "mine", steps=2, style="quiet").steps == 2
-    with pytest.raises(BadData, match=r"chat_template=.*mine\.jinja"):
+    with pytest.raises(UsageError, match=r"chat_template=.*mine\.jinja"):
         regard.evaluate(tmp_path / "mine", {"chat_template": str(template)})
     config = run_config("sft", [f"data={data}", *words("data.chat_template=nowhere")])
-    with pytest.raises(BadData, match="chat_template=nowhere"):
+    with pytest.raises(UsageError, match="chat_template=nowhere"):
         open_task(config, open_source(config.data))
 
 

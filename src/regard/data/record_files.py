@@ -57,14 +57,11 @@ class Records:
         """The location of a record for messages: ``reviews.csv:8``."""
         return f"{self.name}:{line}" if self.name else f"text {line}"
 
-    def free_name(self, name: str) -> str:
-        """A name for a new column: ``label``, or ``label_2`` if the file already has that column."""
-        return _free_name(name, self.columns)
 
-
-def _free_name(name: str, names: Sequence[str]) -> str:
-    candidates = [name, *(f"{name}_{n}" for n in range(2, len(names) + 3))]
-    return next(free for free in candidates if free not in names)
+def free_name(name: str, columns: Sequence[str]) -> str:
+    """A name for a new column: ``label``, or ``label_2`` if there is already such a column."""
+    names = [name, *(f"{name}_{n}" for n in range(2, len(columns) + 3))]
+    return next(free for free in names if free not in columns)
 
 
 def form_of(path: Path) -> RecordForm:
@@ -102,7 +99,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
         header = has_header(rows) or (column in first and not str(column).isdigit())
         names: list[str] = []
         for index, name in enumerate(first):
-            names.append(_free_name(name, names) if header else str(index))
+            names.append(free_name(name, names) if header else str(index))
         delimiter = csv_delimiter(path, options.encoding) if form == "csv" else "\t"
     elif form == "jsonl":
         names = list(next((record for _, record in _jsonl_objects(path, options)), {}))

@@ -107,7 +107,8 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
         return guess
     body = rows[1:] if header else rows
     if options.columns is not None:
-        return Schema(options.kind or _guess_kind(body, keys, options.columns, header), options.columns, header)
+        kind = options.kind or _guess_kind(body, keys, options.columns, header, options.labels)
+        return Schema(kind, options.columns, header)
     width = len(rows[0])
     if width == 1 and options.kind in (None, "text"):
         return Schema("text", (0,), header, 1)
@@ -117,8 +118,8 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
             hint = f"columns={_suggest_columns(keys, options.kind or 'pairs')}"
             raise ValueError(f"{path} has the columns {', '.join(keys)}; say which are {roles}: {hint}")
         raise ValueError(f"{path} has {width} columns without names; say which to use: columns=0,1")
-    kind = options.kind or _guess_kind(body, keys, (0, 1), header, any_order=True)
-    label_first = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2])
+    kind = options.kind or _guess_kind(body, keys, (0, 1), header, options.labels, any_order=True)
+    label_first = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2], options.labels)
     columns = (1, 0) if label_first else (0, 1)
     return Schema(kind, columns, header, 2, tuple(keys) if header else (), guessed=options.kind is None)
 
@@ -195,7 +196,12 @@ def _schema_of_columns(columns: tuple[str | int, ...], kind: Kind | None) -> Sch
 
 
 def _guess_kind(
-    body: list[list[str]], keys: list[str], columns: tuple[str | int, ...], header: bool, any_order: bool = False
+    body: list[list[str]],
+    keys: list[str],
+    columns: tuple[str | int, ...],
+    header: bool,
+    labels: tuple[str, ...] | None,
+    any_order: bool = False,
 ) -> Kind:
     """Guess the kind of two columns: names of images mean captions or images, a column of classes means labelled, and
     anything else is pairs.
@@ -215,13 +221,16 @@ def _guess_kind(
         return "pairs"
     first, second = [row[0] for row in cells], [row[1] for row in cells]
     if all(cell.lower().endswith(IMAGE_SUFFIXES) for cell in first[:20]):
-        return "images" if _are_classes(second) else "captions"
-    return "labelled" if _are_classes(second) or (any_order and _are_classes(first)) else "pairs"
+        return "images" if _are_classes(second, labels) else "captions"
+    return "labelled" if _are_classes(second, labels) or (any_order and _are_classes(first, labels)) else "pairs"
 
 
-def _are_classes(values: list[str]) -> bool:
-    """Whether the values look like classes: one or two words each, and far fewer distinct ones than values."""
+def _are_classes(values: list[str], labels: tuple[str, ...] | None = None) -> bool:
+    """Whether the values are ``labels``, or look like classes: one or two words each, and far fewer distinct ones than
+    values."""
     distinct = set(values)
+    if labels and distinct and distinct <= set(labels):
+        return True
     short = all(len(x) <= 40 and len(x.split()) <= 2 for x in distinct)
     return short and len(values) >= 4 and len(distinct) <= min(100, max(2, len(values) // 4))
 
@@ -332,6 +341,8 @@ def _from_parts(path: Path, files: list[Path], options: DataConfig, like: Source
     """The files of one part of a folder; ``like`` is the training part, whose columns the held-out part shares."""
     tables = [file for file in files if suffix_of(file) in _FORMATS]
     if tables or len(files) == 1:
+        if like is not None and like.schema is not None:
+            options = options.with_(kind=like.kind)
         part = _from_file((tables or files)[0], options)
         if tables and like is not None and part.kind == like.kind:
             return replace(part, schema=like.schema or part.schema)

@@ -105,6 +105,12 @@ def open_source(
         return _load_corpus(open_corpus(config.source), config)
     files = find_source_files(config.source, config)
     valid_files = files.valid if config.valid is None else find_source_files(config.valid, config)
+    both = (files.kind, None if valid_files is None else valid_files.kind)
+    if config.valid is not None and both in (("labelled", "pairs"), ("images", "captions")):
+        # A few rows do not show that a column holds classes. Its order is that of the training table.
+        named = files.schema is None or not all(isinstance(x, int) for x in files.schema.columns)
+        columns = config.columns if named or files.schema is None else files.schema.columns
+        valid_files = find_source_files(config.valid, config.with_(kind=files.kind, columns=columns))
     key = _cache_key(config, files, valid_files)
     opened = None if key is None else _from_cache(key, config, files)
     if opened is None:

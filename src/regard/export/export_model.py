@@ -18,7 +18,7 @@ import torch
 
 from .. import hub
 from ..config import ModelConfig
-from ..errors import silence_warnings
+from ..errors import UsageError, silence_warnings
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import to_json
 from ..hub.gguf_file import NAME as GGUF_FILE
@@ -84,6 +84,8 @@ def export(
     """
     kinds = _parse_kinds(kind)
     target = Path(path)
+    if check is not None and not Path(check).is_file():
+        raise UsageError(f"check: there is no file {check}")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
     if "ctranslate2" in kinds:

@@ -22,7 +22,7 @@ from ..config import DataConfig, ModelConfig
 from ..data.examples import Labelled, Pair, ReadReport
 from ..data.sources import open_source
 from ..data.table_files import read_lines
-from ..errors import BadData, UsageError
+from ..errors import BadData
 from ..generation.text_generation import class_names, classify
 from ..training.metrics.translation_metrics import bleu_tokenizer, translation
 from .engines import Ct2Engine, Engine, TorchEngine
@@ -177,8 +177,6 @@ def check_file(
 
 def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
     config = model.config
-    if not path.is_file():
-        raise UsageError(f"check: there is no file {path}")
     if config.architecture == "decoder":
         lines = _lines(path)
         return FileCheck("perplexity", -1, len(lines), lambda engine: _perplexity(engine, lines))

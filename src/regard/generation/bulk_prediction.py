@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from ..config import ModelConfig
 from ..data.images import check_image
-from ..data.record_files import Record, Records, form_of, write_records
+from ..data.record_files import Record, Records, form_of, free_name, write_records
 from ..errors import BadData
 from ..foundation.files import atomic_file
 from .prompts import MAX_PIXELS, max_text_length
@@ -183,7 +183,7 @@ def table_rows(
     records: Records, answerer: Answerer
 ) -> tuple[dict[str, type], Callable[[Record, Answer], dict[str, Any]]]:
     """The new columns of a table, renamed if their names are taken, and a function that adds them to a record."""
-    names = {name: records.free_name(name) for name in answerer.new_columns}
+    names = {name: free_name(name, records.columns) for name in answerer.new_columns}
 
     def join(record: Record, answer: Answer) -> dict[str, Any]:
         cells = answerer.cells(answer)
