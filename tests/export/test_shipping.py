@@ -95,11 +95,13 @@ def test_what_is_shipped_names_run_step_data_metrics_command_and_versions(
     assert "trained: run, step" in capsys.readouterr().out
 
 
-def test_a_file_to_check_that_does_not_exist_is_refused_before_anything_is_compared(
+def test_a_file_that_cannot_be_checked_is_refused_before_anything_is_compared(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("regard.export.export_model.quantise", lambda model: pytest.fail("exported first"))
     assert cli.main(["export", str(run), "int8", str(tmp_path / "out"), "--check", str(tmp_path / "none.tsv")]) == 2
+    (tmp_path / "some.tsv").write_text("a\tb\n", encoding="utf-8")
+    assert cli.main(["export", str(run), "web", str(tmp_path / "out"), "--check", str(tmp_path / "some.tsv")]) == 2
 
 
 def test_a_step_says_its_own_metrics_and_an_altered_record_is_noticed(run: Path, tmp_path: Path) -> None:

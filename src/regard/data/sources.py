@@ -218,7 +218,8 @@ def _load_files(config: DataConfig, files: SourceFiles, valid_files: SourceFiles
     parts, n_of_first = [train], report.n_of_first
     if valid_files is not None:
         if valid_files.kind != files.kind:
-            raise ValueError(f"{config.source} holds {files.kind}, but valid={config.valid} holds {valid_files.kind}")
+            held_out = config.valid or "its held-out part"
+            raise ValueError(f"{config.source} holds {files.kind}, but {held_out} holds {valid_files.kind}")
         parts.append(_examples(config, valid_files, report, labels)[0])
     n_before = sum(map(len, parts))
     if config.deduplicated != "no":

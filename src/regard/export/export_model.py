@@ -86,6 +86,8 @@ def export(
     target = Path(path)
     if check is not None and not Path(check).is_file():
         raise UsageError(f"check: there is no file {check}")
+    if check is not None and kinds[0] in _PAGES:
+        raise UsageError(f"{kinds[0]} takes no file to check: a page is compared on the held-out data of the run")
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
     if "ctranslate2" in kinds:
