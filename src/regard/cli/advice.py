@@ -59,7 +59,7 @@ def advise(command_line: Sequence[str], failure: Exception) -> str:
     if match := re.match(r"'([^']+)' is not of the form section\.field=value", message):
         return _advise_word(match[1])
     lines = [str(line) for line in getattr(failure, "lines", ())]
-    if any("invalid UTF-8" in text for text in (message, *lines)):
+    if all("invalid UTF-8" in text for text in lines or [message]):
         return f"; {'data.encoding=…' if lines else '--encoding'} sets another encoding"
     images_given = any("data.images=" in word for word in command_line)
     if lines and all("no such file" in line for line in lines) and not images_given:
