@@ -214,7 +214,8 @@ def _inference_table(cost: Cost) -> str:
     for layer in cost.cache_layers:
         equal_layers.setdefault((layer.kind, layer.tokens, layer.bytes), []).append(layer.layer)
     for (kind, tokens, size), layers in equal_layers.items():
-        which = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers ({layers[0]} to {layers[-1]})"
+        first, last = layers[0] + 1, layers[-1] + 1  # people count from 1
+        which = f"layer {first}" if len(layers) == 1 else f"{len(layers)} layers ({first} to {last})"
         scope = {"all": "every token", "window": "a window", "cross": "the source"}.get(kind, kind)
         total, each = format_bytes(size * len(layers)), format_bytes(size)
         rows.append([f"    {which}, {scope}: {tokens}", total, f"{each} each"])
