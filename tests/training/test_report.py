@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -79,6 +80,19 @@ def test_lines_hold_the_loss_of_the_step_and_the_mean_since_the_last_line(tmp_pa
     evaluations = [line for line in found if "valid_loss" in line]
     assert [(line["step"], line["bleu"]) for line in evaluations] == [(5, 5.0), (10, 10.0)]
     assert evaluations[0]["loss"] == pytest.approx(0.2)
+
+
+def test_training_never_takes_longer_than_the_run_however_slowly_the_clock_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = itertools.count().__next__  # a second for each reading
+    monkeypatch.setattr("regard.training.reporter.Pace", lambda: Pace(clock=clock))
+    with Reporter(tmp_path, steps=10, log_every=4, style="quiet") as reporter:
+        make_steps(reporter, 1, 10, evaluate_every=5)
+        state = reporter.state()
+    lines = [line for line in lines_of(tmp_path) if "train_seconds" in line]
+    assert [line["step"] for line in lines] == [1, 4, 8, 10]
+    assert all(times["seconds"] >= times["train_seconds"] for times in [*lines, state])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, torch.tensor(math.nan)])

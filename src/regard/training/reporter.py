@@ -151,8 +151,8 @@ class Reporter(AbstractContextManager["Reporter"]):
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores so that the lines after a resume are the same; plain JSON."""
         self._losses = _numbers(self._losses)
-        timings = {"tokens": self.tokens, "seconds": self.seconds, "train_seconds": self.train_seconds}
-        return {**timings, "loss": to_jsonable(self.last_loss), "losses": to_jsonable(self._losses)}
+        losses = {"loss": to_jsonable(self.last_loss), "losses": to_jsonable(self._losses)}
+        return {"tokens": self.tokens, **self.times(), **losses}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from ``state()``, or from the last line of metrics.jsonl, which holds most of it."""
@@ -172,6 +172,11 @@ class Reporter(AbstractContextManager["Reporter"]):
     def train_seconds(self) -> float:
         """``seconds`` without the time inside ``paused``."""
         return self._training_before + self._pace.training()
+
+    def times(self) -> dict[str, float]:
+        """``seconds`` and ``train_seconds``, which never exceeds it: it is read first."""
+        training = self.train_seconds
+        return {"seconds": self.seconds, "train_seconds": training}
 
     @property
     def last_loss(self) -> float | None:
@@ -220,7 +225,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             speed = (self.tokens - self._line_tokens) / (training - self._line_training)
             costs = {"tokens_per_s": round(speed, 1), "mfu": self._mfu(speed)}
         self._line_tokens, self._line_training = self.tokens, training
-        costs |= {"seconds": round(self.seconds, 3), "train_seconds": round(self.train_seconds, 3)}
+        costs |= {name: round(value, 3) for name, value in self.times().items()}
         costs |= {"memory_mib": None if mib is None else round(mib, 1)}
         record = {"step": step, "loss": losses[-1], "loss_mean": sum(losses) / len(losses)} | numbers
         record |= {"tokens": self.tokens} | {name: value for name, value in costs.items() if value is not None}
