@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from ..errors import RegardError, first_line, silence_warnings
 from .onnx_graphs import Graph
 
 OPSET = 20  # the first opset with Gelu as a single operator
+_INT64, _BOOL = 7, 9  # in onnx.TensorProto
 _MAX_INLINE_BYTES = 1_500_000_000  # larger weights go to a second file: a protobuf holds at most 2³¹ bytes
 _REGISTRIES: dict[int, Any] = {}  # torch's translation tables, by opset
 
@@ -139,12 +140,17 @@ def _translations() -> dict[Any, Any]:
     """Translations of operations that torch's exporter lacks, or has only after decomposition."""
     from onnxscript import opset18 as op
 
-    int64, boolean = 7, 9  # in onnx.TensorProto
+    attention = {torch.ops.aten.scaled_dot_product_attention.default: _attention_translation(op)}
+    return {**_array_translations(op), **attention, **_recurrent_translations(op)}
+
+
+def _array_translations(op: Any) -> dict[Any, Any]:
+    """Sorting, casts, logic, transposes and norms."""
 
     def sort(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
         """TopK over the whole axis, which keeps the order of ties."""
         length = op.Reshape(op.Gather(op.Shape(self), dim), [1])
-        values, indices = op.TopK(op.Cast(self, to=int64), length, axis=dim, largest=int(descending), sorted=1)
+        values, indices = op.TopK(op.Cast(self, to=_INT64), length, axis=dim, largest=int(descending), sorted=1)
         return op.CastLike(values, self), indices
 
     def stable_argsort(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
@@ -158,14 +164,13 @@ def _translations() -> dict[Any, Any]:
     ) -> Any:
         return op.Cast(self, to=dtype)
 
-    def or_(self: Any, other: Any) -> Any:
-        return op.Or(self, other) if self.dtype == boolean else op.BitwiseOr(self, other)
+    def logic(of_booleans: Any, of_integers: Any) -> Any:
+        def translate(self: Any, other: Any) -> Any:
+            return of_booleans(self, other) if self.dtype == _BOOL else of_integers(self, other)
 
-    def and_(self: Any, other: Any) -> Any:
-        return op.And(self, other) if self.dtype == boolean else op.BitwiseAnd(self, other)
+        return translate
 
-    def xor(self: Any, other: Any) -> Any:
-        return op.Xor(self, other) if self.dtype == boolean else op.BitwiseXor(self, other)
+    and_ = logic(op.And, op.BitwiseAnd)
 
     def and_scalar(self: Any, other: int) -> Any:
         return and_(self, op.CastLike(other, self))
@@ -187,6 +192,24 @@ def _translations() -> dict[Any, Any]:
         normed = op.Div(self, op.Sqrt(op.Add(mean_square, eps)))
         return normed if weight is None else op.Mul(normed, weight)
 
+    aten = torch.ops.aten
+    return {
+        aten.sort.stable: sort,
+        aten.argsort.stable: stable_argsort,
+        aten.argsort.default: argsort,
+        aten.to.dtype: to_dtype,
+        aten.__or__.Tensor: logic(op.Or, op.BitwiseOr),
+        aten.__and__.Tensor: and_,
+        aten.__and__.Scalar: and_scalar,
+        aten.__xor__.Tensor: logic(op.Xor, op.BitwiseXor),
+        aten.square.default: square,
+        aten.movedim.int: move_axis,
+        aten.numpy_T.default: reverse_axes,
+        aten.rms_norm.default: rms_norm,
+    }
+
+
+def _attention_translation(op: Any) -> Callable[..., Any]:
     def sdpa(
         q: Any,
         k: Any,
@@ -215,12 +238,18 @@ def _translations() -> dict[Any, Any]:
             rows, columns = (op.Range(0, op.Squeeze(n, [0]), 1) for n in (n_queries, n_keys))
             scores = op.Where(op.GreaterOrEqual(op.Unsqueeze(rows, [1]), columns), scores, -math.inf)
         elif attn_mask is not None:
-            is_mask = attn_mask.dtype == boolean
+            is_mask = attn_mask.dtype == _BOOL
             scores = op.Where(attn_mask, scores, -math.inf) if is_mask else op.Add(scores, attn_mask)
         weights = op.Softmax(scores, axis=-1)
         if repeats == 1:
             return op.MatMul(weights, v)
         return op.Reshape(op.MatMul(op.Reshape(weights, grouped), v), op.Concat(sizes, d_value, axis=0))
+
+    return sdpa
+
+
+def _recurrent_translations(op: Any) -> dict[Any, Any]:
+    """The layers of LSTMs and GRUs, which ``onnx_graphs`` traces as single operations."""
 
     def stack(weights: Any, order: tuple[int, ...]) -> tuple[Any, Any, Any]:
         """W, R and B of all directions as in ONNX: torch's weights with their gates reordered."""
@@ -248,24 +277,7 @@ def _translations() -> dict[Any, Any]:
         y, h = op.GRU(steps, w, r, b, None, h, linear_before_reset=1, **options(h, bidirectional))
         return join_directions(y), h
 
-    aten, regard = torch.ops.aten, torch.ops.regard
-    return {
-        aten.sort.stable: sort,
-        aten.argsort.stable: stable_argsort,
-        aten.argsort.default: argsort,
-        aten.to.dtype: to_dtype,
-        aten.__or__.Tensor: or_,
-        aten.__and__.Tensor: and_,
-        aten.__and__.Scalar: and_scalar,
-        aten.__xor__.Tensor: xor,
-        aten.square.default: square,
-        aten.movedim.int: move_axis,
-        aten.numpy_T.default: reverse_axes,
-        aten.rms_norm.default: rms_norm,
-        aten.scaled_dot_product_attention.default: sdpa,
-        regard.lstm.default: lstm,
-        regard.gru.default: gru,
-    }
+    return {torch.ops.regard.lstm.default: lstm, torch.ops.regard.gru.default: gru}
 
 
 def _strip_metadata(model: Any) -> None:
