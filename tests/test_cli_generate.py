@@ -242,10 +242,7 @@ def test_weights_are_read_in_the_asked_type(models: dict[str, Path], capsys: Sai
 def test_an_engine_that_is_not_installed_is_named(
     models: dict[str, Path], capsys: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError("No module named 'ctranslate2'", name="ctranslate2")
-
-    monkeypatch.setattr("regard.cli.generation_commands.importlib.import_module", missing)
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
     assert run("translate", models["translator"], "the cat", "--engine", "ctranslate2") == 1
     said = 'regard: --engine ctranslate2 needs ctranslate2, which is not installed: pip install "regard[export]"\n'
     assert capsys.readouterr().err == said

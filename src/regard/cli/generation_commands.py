@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.errors import RegardError, UsageError
+from regard.errors import UsageError
 
 from . import completion, terminal
 from .bulk_answers import answer_to_dict, check_workers, join_texts, predict, text_answerer, text_lines
@@ -310,14 +309,13 @@ def _model_translator(model: Model, options: dict[str, Any]) -> Answerer:
 
 def _ctranslate2_translator(path: str, options: dict[str, Any]) -> tuple[Answerer, int]:
     """An answerer that runs an exported model in CTranslate2, and the longest text that the model reads."""
+    from regard.export.engines import open_engine
+    from regard.foundation.plugins import import_optional
     from regard.generation.bulk_prediction import text_check
 
     terminal.check_export(path, "ctranslate2")
-    try:
-        opened = importlib.import_module("regard.export.engines").open_engine(path, "ctranslate2")
-    except ImportError as error:
-        missing = f"--engine ctranslate2 needs {error.name or error}, which is not installed"
-        raise RegardError(f'{missing}: pip install "regard[export]"') from None
+    import_optional("ctranslate2", "--engine ctranslate2", "export")
+    opened = open_engine(path, "ctranslate2")
 
     def answer(texts: list[str]) -> list[Answer]:
         translations = opened.translate(texts, **options)

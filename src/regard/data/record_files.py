@@ -7,7 +7,6 @@ next to its input. One record is in memory at a time, or one batch of a Parquet 
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import json
 import unicodedata
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from ..config import DataConfig
-from ..errors import BadData, RegardError, UsageError
+from ..errors import BadData, UsageError
+from ..foundation.plugins import import_optional
 from .examples import ReadReport
 from .source_files import COLUMN_NAMES, IMAGE_SUFFIXES, has_header
 from .table_files import csv_delimiter, read_lines, suffix_of, table_records
@@ -211,7 +211,7 @@ def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder:
 
 def _open_parquet(path: Path) -> Any:
     try:
-        return _parquet_library("pyarrow.parquet").ParquetFile(path)
+        return import_optional("pyarrow.parquet", "Parquet", "data").ParquetFile(path)
     except (OSError, ValueError) as error:
         raise BadData(f"{path} cannot be read as Parquet: {error}") from None
 
@@ -226,13 +226,6 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
         except (OSError, ValueError) as error:  # base classes of pyarrow's own errors
             raise BadData(f"{path} is damaged or not a Parquet file: {error}") from None
         yield from rows
-
-
-def _parquet_library(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise RegardError("Parquet needs pyarrow, which is not installed: pip install 'regard[data]'") from None
 
 
 def write_records(
@@ -283,7 +276,7 @@ def _cell_text(value: Any, is_new: bool = False) -> str:
 
 
 def _write_parquet(file: IO[bytes], records: Records, new: Mapping[str, type], rows: Iterable[dict[str, Any]]) -> None:
-    arrow, parquet = _parquet_library("pyarrow"), _parquet_library("pyarrow.parquet")
+    arrow, parquet = (import_optional(name, "Parquet", "data") for name in ("pyarrow", "pyarrow.parquet"))
     if records.form == "parquet":
         schema = _open_parquet(Path(records.name)).schema_arrow
     else:

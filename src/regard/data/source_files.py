@@ -5,7 +5,6 @@ Format and columns are detected from a file's name and its first lines; an optio
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import DataConfig, Format, Kind
-from ..errors import BadData, RegardError, UsageError
+from ..errors import BadData, UsageError
 from ..foundation.checks import did_you_mean
+from ..foundation.plugins import import_optional
 from . import table_files
 from .corpora import CORPORA
 from .examples import ReadReport
@@ -395,12 +395,8 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
 
 def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
     """Load ``hf:name`` or ``hf:name:configuration`` with the ``datasets`` library."""
-    try:
-        library = importlib.import_module("datasets")
-    except ImportError:
-        raise RegardError(f"{name} needs datasets, which is not installed: pip install 'regard[data]'") from None
     repository, _, configuration = name.removeprefix("hf:").partition(":")
-    splits = library.load_dataset(repository, configuration or None)
+    splits = import_optional("datasets", name, "data").load_dataset(repository, configuration or None)
     train, valid = (next((splits[x] for x in names if x in splits), None) for names in (_TRAIN, _VALID))
     if train is None:
         raise BadData(f"{name} has the splits {', '.join(splits)}, but none to train on")

@@ -34,6 +34,7 @@ from ..errors import RegardError, UsageError
 from ..foundation.checks import check_positive
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import to_json
+from ..foundation.plugins import import_optional
 from ..training.signals import Interrupted, Signals
 from .sweep_cell import CellRun, run_cell
 from .sweep_report import SweepReport, write_report
@@ -259,10 +260,7 @@ class RayRunner(Runner):
 
 def connect_ray(address: str) -> tuple[Any, bool]:
     """The ray module, connected, and whether this call connected it; then the caller must disconnect."""
-    try:
-        import ray
-    except ImportError:
-        raise RegardError("on=ray needs Ray: pip install 'regard[cluster]'") from None
+    ray = import_optional("ray", f"on={address}", "cluster")
     if ray.is_initialized():
         return ray, False
     try:

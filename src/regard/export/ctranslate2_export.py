@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..attention import MultiHeadAttention
 from ..config import ModelConfig
+from ..foundation.plugins import import_optional
 from ..layers import Embeddings, FeedForward
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
@@ -73,7 +74,7 @@ def obstacles(config: ModelConfig) -> list[str]:
 
 def export_ctranslate2(model: Model, folder: Path) -> None:
     """Write the model with float32 weights; their precision is chosen when it is opened (``compute_type``)."""
-    require_ctranslate2()
+    import_ctranslate2()
     if fields := obstacles(model.config):
         raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
     if any(p.is_meta for p in model.parameters()):
@@ -109,12 +110,8 @@ def vocabularies(config: ModelConfig, processor: Any) -> tuple[list[str], list[s
     return shared, vocabulary(target or source, config.target_vocab_size)
 
 
-def require_ctranslate2() -> None:
-    """Raise ValueError if ctranslate2 is not installed."""
-    try:
-        import ctranslate2  # noqa: F401 - only to see whether it is installed
-    except ImportError:
-        raise ValueError('ctranslate2 is not installed: pip install "regard[export]"') from None
+def import_ctranslate2() -> Any:
+    return import_optional("ctranslate2", "the ctranslate2 engine", "export")
 
 
 def _model_spec(model: Any) -> Any:

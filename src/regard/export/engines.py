@@ -24,6 +24,7 @@ from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile
 from ..foundation.checks import check_positive
+from ..foundation.plugins import import_optional
 from ..generation import GenerateConfig, generate
 from ..generation.prompts import default_output_length, fill_empty_rows, pad_prompts, source_tensors
 from ..generation.stop_conditions import decode_after
@@ -32,7 +33,7 @@ from ..hub.gguf_file import NAME as GGUF_FILE
 from ..models import Model
 from ..text import read_processor
 from .ctranslate2_export import FOLDER as CT2_FOLDER
-from .ctranslate2_export import require_ctranslate2, vocabularies
+from .ctranslate2_export import import_ctranslate2, vocabularies
 from .quantise import is_quantised, open_int8
 
 EngineName = Literal["torch", "onnx", "ctranslate2", "gguf"]
@@ -213,9 +214,7 @@ class Ct2Engine(Engine):
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
-        require_ctranslate2()
-        import ctranslate2
-
+        ctranslate2 = import_ctranslate2()
         super().__init__(config, processor)
         if not (folder / "model.bin").is_file():
             raise BadModelFile(f"{folder} has no model.bin; export the model with the kind ctranslate2")
@@ -320,9 +319,7 @@ class GgufEngine(Engine):
     name: EngineName = "gguf"
 
     def __init__(self, file: Path, config: ModelConfig, processor: Any, *, threads: int | None = None) -> None:
-        require_llama_cpp()
-        import llama_cpp
-
+        llama_cpp = import_optional("llama_cpp", "the gguf engine", "llama-cpp")
         super().__init__(config, processor)
         n_threads, dtype = threads or torch.get_num_threads(), llama_cpp.GGML_TYPE_F32
         options: dict[str, Any] = {"n_threads": n_threads, "n_threads_batch": n_threads}
@@ -369,11 +366,6 @@ class GgufEngine(Engine):
 def has_llama_cpp() -> bool:
     """Whether llama.cpp's Python package is installed."""
     return importlib.util.find_spec("llama_cpp") is not None
-
-
-def require_llama_cpp() -> None:
-    if not has_llama_cpp():
-        raise ValueError('llama-cpp-python is not installed: pip install "regard[llama-cpp]", which builds llama.cpp')
 
 
 def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) -> Engine:

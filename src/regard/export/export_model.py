@@ -22,7 +22,7 @@ from ..errors import UsageError, silence_warnings
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import to_json
 from ..hub.gguf_file import NAME as GGUF_FILE
-from ..hub.gguf_file import FloatType, check_gguf, require_gguf, write_gguf
+from ..hub.gguf_file import FloatType, check_gguf, import_gguf, write_gguf
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import check_replaceable
 from ..models import Model
@@ -31,7 +31,7 @@ from ..text.gguf_vocabulary import gguf_vocabulary
 from .certificate import NAME as CERTIFICATE
 from .certificate import BoundBroken, Bounds, certify
 from .ctranslate2_export import FOLDER as CT2_FOLDER
-from .ctranslate2_export import export_ctranslate2, obstacles, require_ctranslate2
+from .ctranslate2_export import export_ctranslate2, import_ctranslate2, obstacles
 from .onnx_graphs import onnx_obstacle
 from .quantise import quantise, write_int8
 
@@ -91,10 +91,10 @@ def export(
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the model is on the meta device: it has no numbers to export")
     if "ctranslate2" in kinds:
-        require_ctranslate2()
+        import_ctranslate2()
     gguf_type = next((cast(FloatType, float_type) for kind, float_type in _GGUF_TYPES.items() if kind in kinds), None)
     if gguf_type is not None:
-        require_gguf()
+        import_gguf()
     check_exportable(model.config, kinds, model.processor)
     check_replaceable(target, "exporting")
     reference = model

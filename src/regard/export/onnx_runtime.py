@@ -24,6 +24,7 @@ from ..attention.masks import ValidKeys
 from ..attention.mechanisms import Mechanism, Sinks
 from ..config import ModelConfig
 from ..errors import BadModelFile, RegardError
+from ..foundation.plugins import import_optional
 from ..generation import GenerateConfig, Generated, generate
 from ..generation.prompts import Rows
 from ..models import Block, Memory, Model, Stack
@@ -38,11 +39,7 @@ class OnnxSession:
     """A graph loaded into ONNX Runtime. CPU tensors are passed without a copy."""
 
     def __init__(self, path: Path, threads: int | None = None, providers: list[str] | None = None) -> None:
-        try:
-            import onnxruntime
-        except ImportError:
-            install = 'pip install "regard[export]"'
-            raise RegardError(f"running ONNX graphs needs onnxruntime, which is not installed: {install}") from None
+        onnxruntime = import_optional("onnxruntime", "running ONNX graphs", "export")
         if not path.is_file():
             raise BadModelFile(f"{path.parent} has no {path.name}; export the model to ONNX again")
         options = onnxruntime.SessionOptions()

@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from ..errors import RegardError, first_line, silence_warnings
+from ..foundation.plugins import import_optional
 from .onnx_graphs import Graph
 
 OPSET = 20  # the first opset with Gelu as a single operator
@@ -33,12 +34,7 @@ _REGISTRIES: dict[int, Any] = {}  # torch's translation tables, by opset
 @torch.no_grad()
 def write_graph(graph: Graph, path: Path) -> list[str]:
     """Trace a graph, write it and return the names of its outputs. The file contains no local paths."""
-    try:
-        import onnxscript.optimizer
-    except ImportError:
-        raise RegardError(
-            'writing ONNX files needs onnxscript, which is not installed: pip install "regard[export]"'
-        ) from None
+    optimizer = import_optional("onnxscript.optimizer", "writing ONNX files", "export")
     outputs = list(graph.compute(dict(zip(graph.input_names, graph.examples, strict=True))))
     try:
         program = _trace(graph, outputs)
@@ -47,8 +43,8 @@ def write_graph(graph: Graph, path: Path) -> list[str]:
         while isinstance(cause.__cause__, Exception):
             cause = cause.__cause__
         raise RegardError(f"this model cannot be written as ONNX: {first_line(cause)}") from error
-    onnxscript.optimizer.fold_constants(program.model)
-    onnxscript.optimizer.remove_unused_nodes(program.model)
+    optimizer.fold_constants(program.model)
+    optimizer.remove_unused_nodes(program.model)
     _strip_metadata(program.model)
     n_bytes = sum(p.numel() * p.element_size() for p in graph.parameters())
     program.save(path, external_data=n_bytes > _MAX_INLINE_BYTES)

@@ -1,4 +1,4 @@
-"""Classes from outside the package, named ``module:Class``.
+"""Optional libraries, and classes from outside the package, named ``module:Class``.
 
 A class is imported only if the user names it, never because a file does.
 """
@@ -11,8 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..errors import RegardError
+
 MIXERS_VARIABLE = "REGARD_MIXERS"  # environment variables with such names, separated by commas
 MODELS_VARIABLE = "REGARD_MODELS"
+
+
+def import_optional(module: str, what: str, extra: str) -> Any:
+    """An optional library; without it, RegardError says that ``what`` needs it and which extra installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        library = module.partition(".")[0]
+        raise RegardError(f'{what} needs {library}, which is not installed: pip install "regard[{extra}]"') from None
 
 
 def import_class(field: str, name: str, variable: str) -> Any:

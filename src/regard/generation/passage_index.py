@@ -27,10 +27,11 @@ from ..config import DataConfig
 from ..data.examples import ReadReport
 from ..data.record_files import form_of, open_records
 from ..data.table_files import read_lines
-from ..errors import BadData, BadModelFile, RegardError
+from ..errors import BadData, BadModelFile
 from ..foundation.checks import check_positive
 from ..foundation.files import replace_directory, write_atomic
 from ..foundation.jsonio import parse_json, to_json
+from ..foundation.plugins import import_optional
 from ..hub.manifest import Manifest, check_replaceable
 from ..models import Model, ModelOrPath, open_model
 from .text_embeddings import check_can_embed, embed
@@ -122,10 +123,7 @@ class PassageIndex:
 
 
 def _faiss() -> Any:
-    try:
-        return importlib.import_module("faiss")
-    except ImportError:
-        raise RegardError('a graph needs faiss, which is not installed: pip install "regard[index]"') from None
+    return import_optional("faiss", "a graph", "index")
 
 
 def _write_graph(folder: Path, vectors: NDArray[np.float32]) -> None:

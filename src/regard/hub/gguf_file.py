@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..config import ModelConfig, RopeScalingConfig
 from ..errors import BadModelFile, first_line
+from ..foundation.plugins import import_optional
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import base_frequencies, frequencies, original_length
 from ..models import Model
@@ -116,19 +117,13 @@ def check_gguf(config: ModelConfig) -> None:
         )
 
 
-def require_gguf() -> None:
-    """Raise ValueError if the gguf package is not installed."""
-    try:
-        import gguf  # noqa: F401 - is it installed?
-    except ImportError:
-        raise ValueError('gguf is not installed: pip install "regard[export]"') from None
+def import_gguf() -> Any:
+    return import_optional("gguf", "GGUF", "export")
 
 
 def write_gguf(model: Model, path: Path, float_type: FloatType = "f32") -> None:
     """Write a model and its tokenizer. Matrices are stored as ``float_type``, norms and biases always in float32."""
-    require_gguf()
-    import gguf
-
+    gguf = import_gguf()
     check_gguf(model.config)
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("this model is quantised already; export the original model")
@@ -225,9 +220,7 @@ class GgufDirectory(Directory):
     """
 
     def __init__(self, path: Path) -> None:
-        require_gguf()
-        import gguf
-
+        gguf = import_gguf()
         self.root, self._listed, self.training_record = path, None, None
         with _bad_gguf_errors(path):
             reader = gguf.GGUFReader(path)
