@@ -54,16 +54,7 @@ def ablate(
     run failed; one that diverged counts as a result.
     """
     if list_names:
-        from regard.experiments.ablations import list_ablations
-
-        ablations = list_ablations()
-        if as_json:
-            terminal.print_json({"ablations": ablations})
-            return
-        for name, entry in ablations.items():
-            print(localise(f"{name}: {entry['about']}"))
-            if entry["cells"]:
-                print(f"    {', '.join(entry['cells'])}")
+        _print_ablations(as_json)
         return
     if what is None:
         raise UsageError("name an ablation first: regard ablate NAME; regard ablate --list shows all")
@@ -76,23 +67,27 @@ def ablate(
         return
     from regard.experiments import ablate as run
 
-    result = run(
-        what,
-        words or (),
-        seeds=seeds,
-        jobs=jobs,
-        out=out,
-        tests=None if test is None else {"test": test},
-        minutes=minutes,
-        max_seconds=max_seconds,
-        keep=keep,
-        report_only=report_only,
-        on=on,
-        progress=terminal.progress,
-    )
+    options: dict[str, Any] = {"seeds": seeds, "jobs": jobs, "minutes": minutes, "max_seconds": max_seconds}
+    options |= {"out": out, "keep": keep, "report_only": report_only, "on": on}
+    tests = None if test is None else {"test": test}
+    result = run(what, words or (), tests=tests, **options, progress=terminal.progress)
     terminal.print_result(result, as_json)
     if any(row.n_failed for row in result.rows):
         raise typer.Exit(1)
+
+
+def _print_ablations(as_json: bool) -> None:
+    """Print the name of every ablation, what it changes, and its cells."""
+    from regard.experiments.ablations import list_ablations
+
+    ablations = list_ablations()
+    if as_json:
+        terminal.print_json({"ablations": ablations})
+        return
+    for name, entry in ablations.items():
+        print(localise(f"{name}: {entry['about']}"))
+        if entry["cells"]:
+            print(f"    {', '.join(entry['cells'])}")
 
 
 bench_app = typer.Typer(
@@ -160,17 +155,9 @@ def attention(
         raise typer.BadParameter(str(error), param_hint="--mechanisms") from None
     if names == []:
         raise typer.BadParameter("names no mechanism", param_hint="--mechanisms")
-    result = measure(
-        lengths=numbers,
-        mechanisms=names,
-        n_heads=heads,
-        d_head=width,
-        causal=causal,
-        backward=backward,
-        out=out,
-        progress=terminal.progress,
-    )
-    terminal.print_result(result, as_json)
+    shape: dict[str, Any] = {"lengths": numbers, "n_heads": heads, "d_head": width}
+    options = {"mechanisms": names, "causal": causal, "backward": backward, "out": out}
+    terminal.print_result(measure(**shape, **options, progress=terminal.progress), as_json)
 
 
 @bench_app.command("generate")
@@ -195,17 +182,8 @@ def generate(
     kinds = _parse_names(weights, "--weights", WEIGHTS)
     is_preset = model in PRESETS and not Path(model).exists()
     opened = build(model, device=terminal.device_name(device)) if is_preset else terminal.open_model(model, device)
-    result = bench_generate(
-        opened.eval(),
-        model,
-        batches=batches,
-        beams=beams,
-        weights=kinds,
-        n_prompt=prompt,
-        n_new=new,
-        progress=terminal.progress,
-    )
-    terminal.print_result(result, as_json)
+    options: dict[str, Any] = {"batches": batches, "beams": beams, "weights": kinds, "n_prompt": prompt, "n_new": new}
+    terminal.print_result(bench_generate(opened.eval(), model, **options, progress=terminal.progress), as_json)
 
 
 @bench_app.command("train")
@@ -234,20 +212,12 @@ def bench_training(
     contenders = _parse_names(peers, "--peers", CONTENDERS)
     model_fields, train_fields = _parse_words(words, "regard bench train")
     recipe = TrainConfig(**train_fields)
+    options: dict[str, Any] = {"batch": batch, "length": length, "steps": steps, "contenders": contenders}
+    options |= {"compile": None if recipe.compile == "auto" else recipe.compile == "on", "precision": recipe.precision}
     with terminal.usage_errors("length"):
         _, config, _ = resolve_model(model, model_fields)
-        result = bench_train(
-            config,
-            model,
-            batch=batch,
-            length=length,
-            precision=recipe.precision,
-            compile=None if recipe.compile == "auto" else recipe.compile == "on",
-            contenders=contenders,
-            steps=steps,
-            device=terminal.device_name(device),
-            progress=terminal.progress,
-        )
+        device = terminal.device_name(device)
+        result = bench_train(config, model, **options, device=device, progress=terminal.progress)
     terminal.print_result(result, as_json)
 
 
@@ -322,25 +292,16 @@ def cost(
     if plot is not None:
         check_plot(plot)
 
+    setting: dict[str, Any] = {"batch": batch, "length": length, "source_length": source_length}
+    setting |= {"device": device, "cache": cache}
+
     def cost_of(name: str, fields: dict[str, Any]) -> Any:
         recipe = resolve_model(name, fields)[2]
-        return compute_cost(
-            name,
-            batch,
-            length,
-            source_length=source_length,
-            train=recipe.with_(**train_fields),
-            device=device,
-            cache=cache,  # type: ignore[arg-type]  # checked by cost()
-            **fields,
-        )
+        return compute_cost(name, train=recipe.with_(**train_fields), **setting, **fields)
 
     with terminal.usage_errors("batch", "length", "source_length", "device", "cache"):
         first = cost_of(config, model_fields)
         result = first if compare is None else CostComparison(first, cost_of(compare, {}))
     if plot is not None:
         terminal.progress(f"wrote {first.draw(plot)}")
-    if as_json:
-        terminal.print_json(result.to_dict())
-    else:
-        print(localise(result.to_text(training)))
+    terminal.print_either(result.to_dict(), result.to_text(training), as_json)

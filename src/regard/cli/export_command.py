@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from regard.errors import UsageError
-from regard.foundation.language import localise
 
 from . import completion, terminal
 from .options import AsJson, argument, flag, option
@@ -70,26 +69,15 @@ def export(
     text_bounds = {} if same_text is None else {"same_text": same_text, "int8_same_text": same_text}
     logit_bounds: dict[str, Any] = {} if bound is None else {"max_abs": bound, "times_fp32": None}
     limits = Bounds(delta=delta, **logit_bounds, **text_bounds)
+    options: dict[str, Any] = {"check": check, "bounds": limits, "n_shapes": shapes, "seed": seed}
+    options |= {"compiled": compiled, "beam": beam, "runtime": runtime}
     opened = load(model)
     terminal.progress(f"comparing on {shapes} random shape{'s' if shapes != 1 else ''}")
     try:
-        written = run(
-            opened,
-            kinds,
-            path,
-            check=check,
-            bounds=limits,
-            n_shapes=shapes,
-            seed=seed,
-            compiled=compiled,
-            beam=beam,
-            runtime=runtime,
-        )
+        written = run(opened, kinds, path, **options)
     except BoundBroken as broken:
         terminal.progress(certificate_text(broken.document))
         raise
     certificate = json.loads((written / "certificate.json").read_text(encoding="utf-8"))
-    if as_json:
-        terminal.print_json({"path": str(written), **certificate})
-    else:
-        print(localise(f"{written}: {', '.join(certificate['kinds'])}\n{certificate_text(certificate)}"))
+    text = f"{written}: {', '.join(certificate['kinds'])}\n{certificate_text(certificate)}"
+    terminal.print_either({"path": str(written), **certificate}, text, as_json)

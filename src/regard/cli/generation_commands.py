@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,23 +118,27 @@ def generate(
         predict(ctx, model, opened.config.max_len, answerer, source, out, as_json, settings)
         return
     from regard.generation import generate as run
-    from regard.generation import stream as stream_text
 
     if not as_json and draft is None and (beam or 1) == 1 and (n_best or 1) == 1:
-        pieces = stream_text(opened, as_inputs([text])[0], **options)
-        first = next(pieces, "")  # an error is raised here, before anything is printed
-        sys.stdout.write(f"{text if echo else ''}{first}")
-        for piece in pieces:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
+        _print_stream(opened, as_inputs([text])[0], text if echo else "", options)
         return
     generated = run(opened, as_inputs([text]), **options)
     if as_json:
-        terminal.print_json(_to_dict(model, [text], generated))
+        terminal.print_json(_to_dict(model, text, generated))
         return
     _report_draft(generated)
     print(text_lines({**answer_to_dict(generated.n_best[0]), **({"echo": text} if echo else {})}))
+
+
+def _print_stream(model: Model, prompt: Any, echo: str, options: dict[str, Any]) -> None:
+    """Print ``echo``, then a text piece by piece as it is generated."""
+    from regard.generation import stream
+
+    pieces = stream(model, prompt, **options)
+    first = next(pieces, "")  # an error is raised here, before anything is printed
+    for piece in chain([echo + first], pieces, ["\n"]):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
 
 
 def _prompt_answerer(
@@ -200,13 +205,12 @@ def _id_or_word(token: str) -> int | str:
     return int(token) if token.isdecimal() else token
 
 
-def _to_dict(model: str, inputs: list[str], generated: Any) -> dict[str, Any]:
-    """The document of `--json`: inputs with their texts."""
-    document: dict[str, Any] = {"model": str(model)}
+def _to_dict(model: str, prompt: str, generated: Any) -> dict[str, Any]:
+    """The document of `--json`."""
+    document: dict[str, Any] = {"model": model}
     if (counts := generated.drafted) is not None:
         document["draft"] = {"proposed": counts.proposed, "accepted": counts.accepted, "share": counts.share}
-    pairs = zip(inputs, generated.n_best, strict=True)
-    return {**document, "results": [{"input": text, **answer_to_dict(best)} for text, best in pairs]}
+    return {**document, "results": [{"input": prompt, **answer_to_dict(generated.n_best[0])}]}
 
 
 _ENGINES = ("torch", "onnx", "ctranslate2")

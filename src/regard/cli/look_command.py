@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from .terminal import without_none
 
 if TYPE_CHECKING:
     from regard.lens import Look
+    from regard.models import Model
 
 _FIGURES = (".png", ".svg", ".pdf")
 _SUFFIXES = (*_FIGURES, ".csv", ".html")
@@ -65,16 +65,10 @@ def look(
     terminal.check_out(out, _SUFFIXES)
     opened = terminal.open_model(model, device, dtype=dtype)
     if score:
-        from regard.lens.head_scores import score as score_heads
-
-        _check_known_alignment(model)
-        scores = score_heads(opened)
-        table = scores.pop("table", None)
-        terminal.print_json(scores) if as_json else print(table)
+        _print_scores(model, opened, as_json)
         return
     terminal.check_inputs(opened, [what or ""])
     from regard.lens import look as look_at
-    from regard.lens.render import select_head
 
     options = without_none(beam=beam, max_new_tokens=max_new_tokens) or None
     seen = look_at(opened, what, target, generate=options)
@@ -88,6 +82,8 @@ def look(
             other_target, options = seen.inputs[1][0].tolist(), None
         _print_comparison(seen, look_at(other, what, other_target, generate=options), kind, as_json)
         return
+    from regard.lens.render import select_head
+
     view_options: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
     with terminal.usage_errors("kind"):
         layer = _index("layer", layer, seen.layers(kind=kind))
@@ -97,17 +93,10 @@ def look(
             terminal.progress(f"wrote {out}")
         if experts:
             _print_routing(seen, layer, kind, as_json)
-        elif as_json or top is not None:
-            view = select_head(seen, **view_options).view
-            rows = view.top(top or 3, layer=layer, head=head)
-            if as_json:
-                chosen = {"kind": view.kind, "layer": seen._layer(view.kind, layer), "head": head}
-                terminal.print_json(
-                    {"model": model, **_to_dict(seen), **chosen, "rows": _rows_to_dict(rows, view.cols)}
-                )
-            else:
-                for row in rows:
-                    print(row)
+        elif as_json:
+            terminal.print_json({"model": model, **_to_dict(seen, top or 3, layer, head, view_options)})
+        elif top is not None:
+            print(*select_head(seen, **view_options).view.top(top, layer=layer, head=head), sep="\n")
         elif out is None:
             seen.print(layer=layer, head=head, **view_options)
 
@@ -132,21 +121,21 @@ def _write_file(seen: Look, out: Path, **options: Any) -> None:
             seen.heatmap(out, **options)
 
 
-def _to_dict(seen: Look) -> dict[str, Any]:
+def _to_dict(seen: Look, top: int, layer: int, head: int | None, view_options: dict[str, Any]) -> dict[str, Any]:
+    """The texts and sizes of a look, and the ``top`` tokens that each token attends to, largest weight first."""
+    from regard.lens.render import select_head
+
     kinds = {}
     for kind in seen.kinds:
         sizes = {"layers": seen.layers(kind=kind), "heads": seen.heads(kind=kind)}
         kinds[kind] = {**sizes, "rows": len(seen.rows(kind=kind)), "cols": len(seen.cols(kind=kind))}
-    return {"text": seen.text, "target": seen.target_text, "kinds": kinds}
-
-
-def _rows_to_dict(rows: Sequence[Any], cols: Sequence[Any]) -> list[dict[str, Any]]:
-    """The tokens that each token attends to, largest weight first."""
-    indices, dicts = {id(label): n for n, label in enumerate(cols)}, []
-    for n, (row, at) in enumerate(rows):
+    view = select_head(seen, **view_options).view
+    indices, rows = {id(label): n for n, label in enumerate(view.cols)}, []
+    for n, (row, at) in enumerate(view.top(top, layer=layer, head=head)):
         looks_at = [{"index": indices[id(x)], "text": x.text, "weight": weight} for x, weight in at]
-        dicts.append({"index": n, "text": row.text, "special": row.special, "looks_at": looks_at})
-    return dicts
+        rows.append({"index": n, "text": row.text, "special": row.special, "looks_at": looks_at})
+    chosen = {"kind": view.kind, "layer": seen._layer(view.kind, layer), "head": head}
+    return {"text": seen.text, "target": seen.target_text, "kinds": kinds, **chosen, "rows": rows}
 
 
 def _print_routing(seen: Look, layer: int, kind: str | None, as_json: bool) -> None:
@@ -181,15 +170,17 @@ def _print_history(
         terminal.progress(f"wrote {out}")
 
 
-def _check_known_alignment(path: str) -> None:
-    """Refuse a model of other data: it could be scored, but the score would be meaningless."""
+def _print_scores(path: str, model: Model, as_json: bool) -> None:
+    """Print how well heads align; a run on other data is refused, because its score would be meaningless."""
+    from regard.lens.head_scores import score
     from regard.training.run_directory import RUN_FILE, RunDirectory
 
-    if not (Path(path) / RUN_FILE).is_file():
-        return
-    source = RunDirectory.open(path).config.data.source
-    if source not in ("en-ko", "shapes"):
+    source = RunDirectory.open(path).config.data.source if (Path(path) / RUN_FILE).is_file() else None
+    if source not in (None, "en-ko", "shapes"):
         raise RegardError(f"{path} learned from {source}; the right alignment is known only for en-ko and shapes")
+    scores = score(model)
+    table = scores.pop("table", None)
+    terminal.print_json(scores) if as_json else print(table)
 
 
 def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) -> None:

@@ -37,6 +37,14 @@ def print_result(result: Any, as_json: bool) -> None:
         print(localise(result.to_text(), errors=False))
 
 
+def print_either(document: dict[str, Any], text: str, as_json: bool) -> None:
+    """Print the document of ``--json``, or else the text."""
+    if as_json:
+        print_json(document)
+    else:
+        print(localise(text))
+
+
 def print_json(document: dict[str, Any]) -> None:
     """Print the single document of `--json`. NaN and infinity are not JSON and raise ValueError."""
     is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from regard.errors import UsageError
-from regard.foundation.language import localise
 
 from . import completion, terminal
 from .options import AsJson, Beam, Column, Device, Encoding, Words, argument, flag, option
@@ -63,13 +62,11 @@ def train(
     `regard train --fields` lists every field, `regard train --list` tasks and presets.
     """
     if list_recipes or list_fields:
-        from regard import recipes
-        from regard.config import overrides as fields
+        from regard.config.overrides import fields_to_dict, fields_to_text
+        from regard.recipes import recipes_to_dict, recipes_to_text
 
-        if as_json:
-            terminal.print_json(recipes.recipes_to_dict() if list_recipes else fields.fields_to_dict())
-        else:
-            print(localise(recipes.recipes_to_text() if list_recipes else fields.fields_to_text()))
+        both = (recipes_to_dict(), recipes_to_text()) if list_recipes else (fields_to_dict(), fields_to_text())
+        terminal.print_either(*both, as_json)
         return
     arguments = [*([] if task is None else [task]), *(words or [])]
     style: Style = "quiet" if quiet else "json" if as_json else "auto"
@@ -250,7 +247,5 @@ def average(
     from regard.training.averaging import average_models
 
     average_models(models, out)
-    if as_json:
-        terminal.print_json({"path": out, "models": models})
-    else:
-        print(localise(f"{out}: the average of {', '.join(models)}\nnext: regard eval {out} data.source=FILE"))
+    text = f"{out}: the average of {', '.join(models)}\nnext: regard eval {out} data.source=FILE"
+    terminal.print_either({"path": out, "models": models}, text, as_json)
