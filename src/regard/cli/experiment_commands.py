@@ -155,9 +155,9 @@ def attention(
         raise typer.BadParameter(str(error), param_hint="--mechanisms") from None
     if names == []:
         raise typer.BadParameter("names no mechanism", param_hint="--mechanisms")
-    shape: dict[str, Any] = {"lengths": numbers, "n_heads": heads, "d_head": width}
-    options = {"mechanisms": names, "causal": causal, "backward": backward, "out": out}
-    terminal.print_result(measure(**shape, **options, progress=terminal.progress), as_json)
+    options: dict[str, Any] = {"mechanisms": names, "n_heads": heads, "d_head": width, "causal": causal, "out": out}
+    result = measure(lengths=numbers, backward=backward, **options, progress=terminal.progress)
+    terminal.print_result(result, as_json)
 
 
 @bench_app.command("generate")

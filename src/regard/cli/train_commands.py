@@ -65,8 +65,10 @@ def train(
         from regard.config.overrides import fields_to_dict, fields_to_text
         from regard.recipes import recipes_to_dict, recipes_to_text
 
-        both = (recipes_to_dict(), recipes_to_text()) if list_recipes else (fields_to_dict(), fields_to_text())
-        terminal.print_either(*both, as_json)
+        document, text = recipes_to_dict(), recipes_to_text()
+        if not list_recipes:
+            document, text = fields_to_dict(), fields_to_text()
+        terminal.print_either(document, text, as_json)
         return
     arguments = [*([] if task is None else [task]), *(words or [])]
     style: Style = "quiet" if quiet else "json" if as_json else "auto"

@@ -1,8 +1,8 @@
-"""What a run takes from ``train.init`` besides weights: the architecture, with the task's head, and the tokenizers."""
+"""What a run takes from ``train.init``: the architecture, with the task's head, the tokenizers, and the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,16 @@ from ..config import DataConfig, ModelConfig, RunConfig
 from ..config.train_config import TASK_MODELS
 from ..data.sources import Source
 from ..errors import UsageError
+from ..foundation.jsonio import to_json
+from ..models import Model
+from ..models.build import build
 from ..text.processor import Processor
 from ..text.tokenizer_training import with_template
-from .run_directory import find_run
+from .checkpoint import Checkpoint
+from .finetuning import add_lora, freeze, quantise_frozen, start_from, use_language_model
+from .loop import seed_everything
+from .parallel import Group
+from .run_directory import STARTED_FILE, RunDirectory, find_run
 from .tasks import Task
 
 # Fields of ModelConfig that follow from the tokenizers.
@@ -99,3 +106,44 @@ def initial_processor(
     # Companion files belong to a foreign tokenizer; for our own they are written anew.
     companions = initial.companions if foreign else {}
     return Processor(source_side, target_side, initial.image, source.labels, initial.chat_template, companions)
+
+
+def new_model(
+    config: RunConfig, task: Task, run: RunDirectory, group: Group, checkpoint: Checkpoint | None, start: Model | None
+) -> tuple[Model, list[str]]:
+    """The model with its initial weights, and notes about them; a resumed run loads its checkpoint afterwards."""
+    recipe = config.train
+    notes: list[str] = []
+    seed_everything(recipe.seed, "weights")
+    model = build(config.model) if start is None else start
+    new_names: Sequence[str] = ()
+    started = None
+    if recipe.init is not None:
+        if checkpoint is None:
+            from ..io import load
+
+            started = start_from(model, recipe.init, load(recipe.init), task.processor, partial=recipe.init_partial)
+            notes.append(started.to_text())
+            facts = {**started.to_dict(), "unlearned": started.unlearned, "base": _adapter_base(recipe.init)}
+            if group.is_main:
+                run.replace_files({STARTED_FILE: to_json(facts)})
+        new_names = run.json(STARTED_FILE)["unlearned"] if started is None else started.unlearned
+    if recipe.lora is not None:
+        add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
+    if recipe.quantize == "nf4":
+        quantise_frozen(model)
+    use_language_model(model, recipe.language_model, take=checkpoint is None)
+    if recipe.freeze:
+        freeze(model, recipe.freeze)
+    if recipe.checkpointing:
+        model.use_checkpointing()
+    return model, notes
+
+
+def _adapter_base(init: str) -> str | None:
+    """The model directory that an adapter trained from ``init`` belongs to; None if that is a checkpoint of a run."""
+    run_and_step = find_run(init)
+    if run_and_step is None:
+        return str(Path(init).resolve())
+    run, step = run_and_step
+    return str(run.model_folder.resolve()) if step is None and run.model_folder.is_dir() else None

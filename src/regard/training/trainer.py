@@ -28,13 +28,12 @@ from ..models.build import build
 from ..models.model_flops import n_tokens
 from ..text.processor import Processor
 from .averaging import Ema
-from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, compiler_options
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
-from .finetuning import add_lora, freeze, quantise_frozen, start_from, use_language_model
+from .finetuning import start_from
 from .gradient_pass import should_capture, working_weights
-from .initial_model import initial_processor, read_initial_model
+from .initial_model import initial_processor, new_model, read_initial_model
 from .loggers import check_loggers
 from .loop import Loop, StepRecord, seed_everything
 from .loss import Batch, Objective
@@ -44,10 +43,8 @@ from .precision import Precision, PrecisionName, model_flops_per_token, peak_flo
 from .reporter import Reporter
 from .run_directory import (
     CHOICE_FILE,
-    STARTED_FILE,
     RunDirectory,
     absolute_paths,
-    find_run,
     missing_data,
     provenance,
 )
@@ -270,23 +267,11 @@ def _run(
     notes: Sequence[str | None] = (),
 ) -> TrainResult:
     """Build everything a run needs, restore its last checkpoint if there is one, and train to the end."""
-    task.tokens_folder = run.root / "tokens"
-    # The main process makes the first batch before the others: it writes the token files that they read. This also
-    # finds examples that are too long.
-    if not group.is_main:
-        group.barrier()
-    first = task.batch(0)
-    if group.is_main:
-        group.barrier()
+    first = _first_batch(task, run, group)
     checkpoints = run.checkpoints(group)
     checkpoint = checkpoints.latest()
-    model, weight_notes = _new_model(config, task, run, group, checkpoint, start_model)
-    model.to(group.device)
-    teacher = config.train.teacher
-    reference = task.reference_model(model) if teacher is None else open_teacher(teacher, task, config.model)
-    if reference is not None:
-        reference.to(group.device)
-    objective = Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
+    model, weight_notes = new_model(config, task, run, group, checkpoint, start_model)
+    objective = _build_objective(model.to(group.device), config, task)
     rows, length = first.inputs[-1].shape[0], first.inputs[-1].shape[-1]
     token_flops = model_flops_per_token(model, length)
     flops = rows * n_tokens(config.model, length) * token_flops
@@ -341,6 +326,29 @@ def _run(
         return _train_and_save(loop, run, first)
 
 
+def _first_batch(task: Task, run: RunDirectory, group: Group) -> Batch:
+    """The first batch; making it also finds examples that are too long.
+
+    The main process makes it before the others, because it writes the token files that they read.
+    """
+    task.tokens_folder = run.root / "tokens"
+    if not group.is_main:
+        group.barrier()
+    first = task.batch(0)
+    if group.is_main:
+        group.barrier()
+    return first
+
+
+def _build_objective(model: Model, config: RunConfig, task: Task) -> Objective:
+    """The model with the loss of its task, and with the teacher or reference that the loss compares with."""
+    teacher = config.train.teacher
+    reference = task.reference_model(model) if teacher is None else open_teacher(teacher, task, config.model)
+    if reference is not None:
+        reference.to(model.device)
+    return Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
+
+
 def _reads_late(precision: Precision) -> bool:
     """Whether to check a step for finite values one step late: on a GPU, unless the loss scale depends on them."""
     return precision.device.type == "cuda" and not precision.scales
@@ -364,38 +372,6 @@ def _train_and_save(loop: Loop, run: RunDirectory, first: Batch) -> TrainResult:
         if note is not None:
             loop.reporter.note(note)
     return _finish(run, loop) if loop.group.is_main else TrainResult(run.root, at.step, at.seconds)
-
-
-def _new_model(
-    config: RunConfig, task: Task, run: RunDirectory, group: Group, checkpoint: Checkpoint | None, start: Model | None
-) -> tuple[Model, list[str]]:
-    """The model with its initial weights, and notes about them; a resumed run loads its checkpoint afterwards."""
-    recipe = config.train
-    notes: list[str] = []
-    seed_everything(recipe.seed, "weights")
-    model = build(config.model) if start is None else start
-    new_names: Sequence[str] = ()
-    started = None
-    if recipe.init is not None:
-        if checkpoint is None:
-            from ..io import load
-
-            started = start_from(model, recipe.init, load(recipe.init), task.processor, partial=recipe.init_partial)
-            notes.append(started.to_text())
-            facts = {**started.to_dict(), "unlearned": started.unlearned, "base": _adapter_base(recipe.init)}
-            if group.is_main:
-                run.replace_files({STARTED_FILE: to_json(facts)})
-        new_names = run.json(STARTED_FILE)["unlearned"] if started is None else started.unlearned
-    if recipe.lora is not None:
-        add_lora(model, recipe.lora, recipe.lora_alpha, recipe.lora_targets, keep=new_names)
-    if recipe.quantize == "nf4":
-        quantise_frozen(model)
-    use_language_model(model, recipe.language_model, take=checkpoint is None)
-    if recipe.freeze:
-        freeze(model, recipe.freeze)
-    if recipe.checkpointing:
-        model.use_checkpointing()
-    return model, notes
 
 
 def _open_new_task(config: RunConfig, source: Source, processor: Processor | None, task_class: type[Task]) -> Task:
@@ -458,15 +434,6 @@ def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
         "precision": choice.reason,
         "out": str(loop.reporter.out),
     }
-
-
-def _adapter_base(init: str) -> str | None:
-    """The model directory that an adapter trained from ``init`` belongs to; None if that is a checkpoint of a run."""
-    run_and_step = find_run(init)
-    if run_and_step is None:
-        return str(Path(init).resolve())
-    run, step = run_and_step
-    return str(run.model_folder.resolve()) if step is None and run.model_folder.is_dir() else None
 
 
 def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
