@@ -82,21 +82,8 @@ def export(
     The directory is written completely or not at all. If a bound is broken, BoundBroken is raised and nothing is left
     at ``path``.
     """
-    kinds = _parse_kinds(kind)
-    target = Path(path)
-    if check is not None and not Path(check).is_file():
-        raise UsageError(f"check: there is no file {check}")
-    if check is not None and kinds[0] in _PAGES:
-        raise UsageError(f"{kinds[0]} takes no file to check: a page is compared on the held-out data of the run")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to export")
-    if "ctranslate2" in kinds:
-        import_ctranslate2()
-    gguf_type = next((cast(FloatType, float_type) for kind, float_type in _GGUF_TYPES.items() if kind in kinds), None)
-    if gguf_type is not None:
-        import_gguf()
-    check_exportable(model.config, kinds, model.processor)
-    check_replaceable(target, "exporting")
+    kinds, target = _parse_kinds(kind), Path(path)
+    _check(model, kinds, target, check)
     reference = model
     if model.training or {(p.dtype, p.device.type) for p in model.parameters()} != {(torch.float32, "cpu")}:
         reference = copy.deepcopy(model).cpu().float().eval()
@@ -113,13 +100,33 @@ def export(
             export_onnx(reference, folder, int8="onnx-int8" in kinds)
         if "ctranslate2" in kinds:
             export_ctranslate2(reference, folder / CT2_FOLDER)
-        if gguf_type is not None:
+        if (gguf_type := _gguf_type(kinds)) is not None:
             write_gguf(reference, folder / GGUF_FILE, gguf_type)
         document = certify(
             reference, folder, n_shapes=n_shapes, seed=seed, check=check, bounds=bounds, compiled=compiled, beam=beam
         )
         _write_certificate(folder, kinds, document, model)
     return target
+
+
+def _check(model: Model, kinds: Sequence[Kind], target: Path, check: str | Path | None) -> None:
+    """Raise an error for an export that cannot succeed, before anything is written."""
+    if check is not None and not Path(check).is_file():
+        raise UsageError(f"check: there is no file {check}")
+    if check is not None and kinds[0] in _PAGES:
+        raise UsageError(f"{kinds[0]} takes no file to check: a page is compared on the held-out data of the run")
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError("the model is on the meta device: it has no numbers to export")
+    if "ctranslate2" in kinds:
+        import_ctranslate2()
+    if _gguf_type(kinds) is not None:
+        import_gguf()
+    check_exportable(model.config, kinds, model.processor)
+    check_replaceable(target, "exporting")
+
+
+def _gguf_type(kinds: Sequence[Kind]) -> FloatType | None:
+    return next((cast(FloatType, float_type) for kind, float_type in _GGUF_TYPES.items() if kind in kinds), None)
 
 
 def _export_page(

@@ -7,23 +7,24 @@ generated source distinguishes it from real ones (Caswell et al. 2019).
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..data.record_files import Record, open_records
-from ..errors import UsageError
 from ..foundation.device import resolve_device
 from ..generation import GenerateConfig, translate
 from ..generation.bulk_prediction import Answer, Answerer, check_records, newest_weights, predict_to_file
 from ..generation.prompts import max_text_length
 from ..generation.text_generation import check_can_translate, default_beam, text_tokenizers
+from ..models import Model
+from .distillation import pair_file, pair_line
 
 _TEXTS_AT_ONCE = 512
 
@@ -76,41 +77,19 @@ def back_translate(
     """
     from ..io import load
 
-    target = Path(out)
-    if target.suffix not in (".tsv", ".jsonl"):
-        raise UsageError(f"{target}: pairs are written as .tsv or .jsonl")
+    target = pair_file(out)
     decoding = {"beam": default_beam(decoding), **decoding}
     records = open_records(Path(texts), column, encoding=encoding)
     model = load(path, device=str(resolve_device(device)))
     check_can_translate(model)
-    tokenizers, max_len = text_tokenizers(model), max_text_length(model.config)
-
-    def answer(batch: list[str]) -> list[Answer]:
-        rows = tokenizers.encode_inputs(batch)
-        answers: list[Answer] = [{"text": "", "why": "too long"} for _ in batch]
-        short = [index for index, row in enumerate(rows) if len(row) <= max_len]
-        with torch.random.fork_rng(devices=[]):  # seeded by the texts, so that a resumed call samples the same
-            torch.manual_seed(zlib.crc32("\n".join(batch).encode("utf-8", "surrogatepass"), seed % 2**32))
-            best = translate(model, [batch[index] for index in short], **decoding).best if short else []
-        for index, hypothesis in zip(short, best, strict=True):
-            source = " ".join(hypothesis.text.split())
-            why = "" if source else "empty"
-            if hypothesis.finish == "length":
-                why = "without an end"
-            answers[index] = {"text": source, "why": why}
-        return answers
-
     counts = Counter[str]()
 
     def lines(record: Record, answer: Answer) -> str:
         counts[answer["why"]] += 1
-        if answer["why"]:
-            return ""
-        pair = (f"{tag} {answer['text']}" if tag else answer["text"], " ".join(record.text.split()))
-        if target.suffix == ".jsonl":
-            return json.dumps(dict(zip(("source", "target"), pair, strict=True)), ensure_ascii=False) + "\n"
-        return "\t".join(pair) + "\n"
+        source = f"{tag} {answer['text']}" if tag else answer["text"]
+        return "" if answer["why"] else pair_line(source, " ".join(record.text.split()), target.suffix)
 
+    answer = partial(_answer, model, seed, decoding)
     answerer = Answerer(answer, {"text": "", "why": "blank"}, {}, lambda _: {}, lambda _: "", lambda _: False)
     summary = check_records(records, answerer.check)
     settings = {"model": str(path), "weights": newest_weights(str(path)), "seed": seed, **decoding}
@@ -118,3 +97,18 @@ def back_translate(
     predict_to_file(records, answerer, summary, target, lines=lines, **options)
     n_pairs = counts.pop("", 0)
     return BackTranslation(target, n_pairs, dict(counts), summary.n_resumed, decoding)
+
+
+def _answer(model: Model, seed: int, decoding: dict[str, Any], batch: list[str]) -> list[Answer]:
+    """The source of each text, or why it has none."""
+    max_len = max_text_length(model.config)
+    answers: list[Answer] = [{"text": "", "why": "too long"} for _ in batch]
+    short = [index for index, row in enumerate(text_tokenizers(model).encode_inputs(batch)) if len(row) <= max_len]
+    with torch.random.fork_rng(devices=[]):  # seeded by the texts, so that a resumed call samples the same
+        torch.manual_seed(zlib.crc32("\n".join(batch).encode("utf-8", "surrogatepass"), seed % 2**32))
+        best = translate(model, [batch[index] for index in short], **decoding).best if short else []
+    for index, hypothesis in zip(short, best, strict=True):
+        source = " ".join(hypothesis.text.split())
+        why = "without an end" if hypothesis.finish == "length" else "" if source else "empty"
+        answers[index] = {"text": source, "why": why}
+    return answers

@@ -125,9 +125,7 @@ def distill(
     data  fields of DataConfig; without a source, the training pairs of the teacher's run. Held-out pairs, if any, are
           copied to a second file: ``pairs.tsv`` and ``pairs.valid.tsv``
     """
-    target = Path(out)
-    if target.suffix not in (".tsv", ".jsonl"):
-        raise UsageError(f"{target}: pairs are written as .tsv or .jsonl")
+    target = pair_file(out)
     teacher = open_predictor(path, resolve_device(device))
     if teacher.task_class is not Translate:
         raise UsageError(f"{path} is for the task {teacher.config.task}; sequences are distilled from a translator")
@@ -151,9 +149,20 @@ def distill(
     return DistilledPairs(target, len(pairs), len(texts) - len(pairs), valid, beam)
 
 
-def _pair_lines(pairs: list[Pair], suffix: str) -> bytes:
+def pair_file(out: str | Path) -> Path:
+    """The path of a file for pairs; UsageError for another ending than .tsv and .jsonl."""
+    if Path(out).suffix not in (".tsv", ".jsonl"):
+        raise UsageError(f"{out}: pairs are written as .tsv or .jsonl")
+    return Path(out)
+
+
+def pair_line(source: str, target: str, suffix: str) -> str:
+    """A pair as a line of a file with this suffix."""
     if suffix == ".jsonl":
-        rows = (json.dumps({"source": x.source, "target": x.target}, ensure_ascii=False) for x in pairs)
-    else:  # tabs and line breaks inside a text would break the table
-        rows = ("\t".join(" ".join(text.split()) for text in (x.source, x.target)) for x in pairs)
-    return "".join(f"{row}\n" for row in rows).encode("utf-8", "surrogatepass")
+        return json.dumps({"source": source, "target": target}, ensure_ascii=False) + "\n"
+    # Tabs and line breaks inside a text would break the table.
+    return "\t".join(" ".join(text.split()) for text in (source, target)) + "\n"
+
+
+def _pair_lines(pairs: list[Pair], suffix: str) -> bytes:
+    return "".join(pair_line(x.source, x.target, suffix) for x in pairs).encode("utf-8", "surrogatepass")

@@ -69,20 +69,9 @@ def evaluate(
         check_evaluation_folder(Path(out))
     torch_device, fields = resolve_device(device), _data_fields(data)
     predictors, tasks = _open_tasks(path, against, torch_device, fields)
-    predictor = predictors[0]
-    task_class, recipe = predictor.task_class, predictor.config.train
-    if stride is not None and "stride" not in task_class.evaluation_options:
-        raise ValueError(f"stride={stride} is for language models, but {path} is for the task {task_class.name!r}")
-    if comet is not None and not issubclass(task_class, Translate):
-        raise ValueError(f"comet={comet} is for translations, but {path} is for the task {task_class.name!r}")
+    predictor, source = predictors[0], tasks[0].source
+    options = _task_options(predictor, beam=beam, length_penalty=length_penalty, stride=stride, comet=comet)
     judge = None if comet is None else Comet(comet, on_gpu=torch_device.type == "cuda")
-    source = tasks[0].source
-    options: dict[str, Any] = {
-        "beam": recipe.beam if beam is None else beam,
-        "length_penalty": recipe.length_penalty if length_penalty is None else length_penalty,
-        "stride": stride,
-    }
-    options = {name: value for name, value in options.items() if name in task_class.evaluation_options}
     reported = {**options, **({} if comet is None else {"comet": comet})}
     reports, notes = [], []
     if predictor.run is not None and not fields and predictor.run.facts["data"]["sha256"] != source.sha256:
@@ -101,7 +90,7 @@ def evaluate(
         reports.append(_split_report(name, predictors, tasks[0], scores))
     report = EvaluationReport(
         path=predictor.name,
-        task=task_class.name,
+        task=predictor.task_class.name,
         weights=predictor.weights,
         data={"source": source.name, "held_out": source.split.how, "sha256": source.sha256},
         options={"limit": limit, **reported, "precision": precision, "device": str(torch_device)},
@@ -112,6 +101,18 @@ def evaluate(
     if out is not None:
         write_evaluation(Path(out), report)
     return report
+
+
+def _task_options(predictor: Predictor, *, comet: str | None, **options: Any) -> dict[str, Any]:
+    """The options that the task has; those that are not given are as in training. The others are refused."""
+    task_class, recipe = predictor.task_class, predictor.config.train
+    fitting = f"but {predictor.name} is for the task {task_class.name!r}"
+    if (stride := options["stride"]) is not None and "stride" not in task_class.evaluation_options:
+        raise ValueError(f"stride={stride} is for language models, {fitting}")
+    if comet is not None and not issubclass(task_class, Translate):
+        raise ValueError(f"comet={comet} is for translations, {fitting}")
+    options = {name: getattr(recipe, name, None) if x is None else x for name, x in options.items()}
+    return {name: value for name, value in options.items() if name in task_class.evaluation_options}
 
 
 def _with_comet(scores: Scores, judge: Comet) -> Scores:
