@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -201,13 +202,12 @@ def test_other_engines_are_asked_as_they_are_named(
             asked.append((texts, options))
             return [text.upper() for text in texts]
 
-    class Engines:
-        @staticmethod
-        def open_engine(path: str, name: str) -> Engine:
-            asked.append((path, name))
-            return Engine()
+    def open_engine(path: str, name: str) -> Engine:
+        asked.append((path, name))
+        return Engine()
 
-    monkeypatch.setattr("regard.cli.generation_commands.importlib.import_module", lambda name: Engines)
+    monkeypatch.setattr("regard.export.engines.open_engine", open_engine)
+    monkeypatch.setitem(sys.modules, "ctranslate2", ModuleType("ctranslate2"))
     words = ["translate", "somewhere", "the cat", "--engine", "ctranslate2", "--length-penalty", 0.6]
     assert told(capsys, *words) == "THE CAT\n"
     options = {"beam": 4, "length_penalty": 0.6, "truncate": False}

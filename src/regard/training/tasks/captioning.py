@@ -22,7 +22,7 @@ from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
 from .image_task import ImageTask
-from .task import ExampleResult, SkippedExamples
+from .task import AnswerResults, ExampleResult, SkippedExamples
 
 
 class CaptionTask(ImageTask):
@@ -136,13 +136,11 @@ class CaptionTask(ImageTask):
         n_tokens = len(rows) * self._n_patches + sum(len(row) + 1 for row in rows)
         return Batch((pixels, decoder_input), labels, n_tokens=n_tokens)
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+    def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         if not examples:
             return {}, []
         outputs = []
-        config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=self._max_target_len)
+        config = GenerateConfig(max_new_tokens=self._max_target_len, **decoding)
         for group in index_groups(len(examples), 128):
             generated = generate(model, self._pixels(examples, group).to(model.device), config)
             outputs += [self.tokenizer.decode(tokens) for tokens in generated.tokens]

@@ -25,7 +25,7 @@ from ...text.tokenizer import EOS, PAD
 from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Task
+from .task import MAX_TOKENIZER_TEXTS, AnswerResults, ExampleResult, Task
 
 _MAX_CONTEXT = 1024  # context for models with a longer one whose training context is unknown
 
@@ -92,9 +92,7 @@ class ChatTask(Task):
             targets[row, : len(next_tokens)] = torch.tensor(next_tokens)
         return Batch((tokens,), targets, n_tokens=sum(map(len, ids)))
 
-    def _write_answers(
-        self, model: Model, chats: Sequence[Sequence[Message]], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> list[str]:
+    def _write_answers(self, model: Model, chats: Sequence[Sequence[Message]], **decoding: Any) -> list[str]:
         """Generate the last answer of each chat, with at most 2 n + 16 tokens where the true one has n."""
         outputs, references = [""] * len(chats), [chat[-1][1] for chat in chats]
         lengths = [len(ids) for ids in self.tokenizer.encode_all(references, special=False)]
@@ -103,9 +101,9 @@ class ChatTask(Task):
             self._template.encode_prompt(chat[:-1])[-(model.config.max_len - limit) :]
             for chat, limit in zip(chats, limits, strict=True)
         ]
-        for group in group_by_length([len(ids) for ids in prompts], max(512, 16384 // beam)):
+        for group in group_by_length([len(ids) for ids in prompts], max(512, 16384 // decoding.get("beam", 1))):
             limit = min(max(limits[i] for i in group), model.config.max_len - len(prompts[group[0]]))
-            config = GenerateConfig(max_new_tokens=limit, beam=beam, length_penalty=length_penalty)
+            config = GenerateConfig(max_new_tokens=limit, **decoding)
             generated = generate(model, [prompts[i] for i in group], config)
             for i, tokens in zip(group, generated.tokens, strict=True):
                 outputs[i] = self.tokenizer.decode(tokens).strip()
@@ -138,14 +136,12 @@ class SupervisedFineTuning(ChatTask):
         for group in group_by_length(lengths, max(self.config.train.batch_tokens, 4096)):
             yield group, self._collate([rows[i] for i in group])
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+    def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         if not examples:
             return {}, []
         chats = [messages_of(x) for x in examples]
         references = [chat[-1][1] for chat in chats]
-        outputs = self._write_answers(model, chats, beam=beam, length_penalty=length_penalty)
+        outputs = self._write_answers(model, chats, **decoding)
         each = zip(chats, references, outputs, metrics.sentence_chrf(outputs, references), strict=True)
         rows = [ExampleResult(chat[-2][1], reference, output, chrf / 100) for chat, reference, output, chrf in each]
         exact, chrf = (x.corpus() for x in self.answer_statistics(outputs, references))

@@ -36,7 +36,7 @@ from ..metrics.statistics import Statistics
 from ..precision import Precision
 from .image_task import ImageTask
 from .targets import TARGETS, Answers, Target
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task
+from .task import MAX_TOKENIZER_TEXTS, AnswerResults, ExampleResult, Scores, Task
 
 
 class ClassificationTask(Task):
@@ -130,10 +130,7 @@ class ClassificationTask(Task):
             named = f"{self.source.name} has the labels {names}; data.labels=… names all of them in order"
             raise ValueError(f"{model_name} has {model.n_classes} classes without names, but {named}")
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """``beam`` and ``length_penalty`` do not apply."""
+    def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         if not examples:
             return {}, []
         with inference(model):

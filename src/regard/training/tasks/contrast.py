@@ -22,7 +22,7 @@ from ..metrics.statistics import Statistics, mean_statistics
 from ..metrics.translation_metrics import exact_statistics
 from ..precision import Precision
 from .captioning import CaptionTask
-from .task import ExampleResult, Scores
+from .task import AnswerResults, ExampleResult, Scores
 
 _HELD_OUT = 128  # batch size of the held-out loss, which depends on the number of pairs contrasted
 
@@ -65,9 +65,7 @@ class ContrastTask(CaptionTask):
 
     # Evaluation.
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+    def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """Retrieval among all images and captions of the examples; the output of a row is the nearest caption."""
         if not examples:
             return {}, []

@@ -19,7 +19,7 @@ from ...text.processor import Processor
 from ..loss import Batch
 from ..metrics.retrieval_metrics import answer_exactness, answer_f1, exactness_statistics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples
+from .task import MAX_TOKENIZER_TEXTS, AnswerResults, ExampleResult, SkippedExamples
 from .translation import Translate, encode_with_end
 
 
@@ -111,26 +111,24 @@ class AnswerQuestions(Translate):
         n_tokens = sum(map(len, rows)) + sum(map(len, targets))
         return Batch((source, decoder_input), labels, {"source_padding_mask": padding_mask}, n_tokens)
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+    def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """Exact match, ignoring case and punctuation, and the F1 of words."""
         questions = cast(Sequence[Question], examples)
         if not questions:
             return {}, []
-        outputs, references = self._write(model, questions, beam, length_penalty), [x.answer for x in questions]
+        outputs, references = self._write(model, questions, **decoding), [x.answer for x in questions]
         exact, overlap = answer_exactness(outputs, references), answer_f1(outputs, references)
         each = zip(questions, outputs, overlap, strict=True)
         rows = [ExampleResult(x.question, x.answer, output, float(score)) for x, output, score in each]
         return {"n": len(rows), "exact": float(exact.mean()), "f1": float(overlap.mean())}, rows
 
-    def _write(self, model: Model, examples: Iterable[Example], beam: int, length_penalty: float) -> list[str]:
+    def _write(self, model: Model, examples: Iterable[Example], **decoding: Any) -> list[str]:
         """The answers that the model generates."""
         sources = [truncate(rows, self.config.data.max_len)[0] for rows in self._encode_sources(list(examples))]
         limit = (self.config.data.max_target_len or self.config.data.max_len) - 1
-        config = GenerateConfig(beam=beam, length_penalty=length_penalty, max_new_tokens=max(1, limit))
+        config = GenerateConfig(max_new_tokens=max(1, limit), **decoding)
         outputs = [""] * len(sources)
-        for group in group_by_length([len(x) * max(map(len, x)) for x in sources], max(512, 16384 // beam)):
+        for group in group_by_length([len(x) * max(map(len, x)) for x in sources], max(512, 16384 // config.beam)):
             generated = generate(model, [sources[i] for i in group], config)
             for i, tokens in zip(group, generated.tokens, strict=True):
                 outputs[i] = self._target.decode(tokens)

@@ -21,7 +21,7 @@ from ..loss import Batch
 from ..metrics.statistics import Statistics
 from ..precision import Precision
 from .language_modelling import MaskedLanguageModel
-from .task import ExampleResult, Scores, Task
+from .task import AnswerResults, Scores, Task
 
 _DETECTION_WEIGHT = 50.0  # λ in the paper: detection is an easier task with smaller gradients
 
@@ -74,10 +74,7 @@ class ReplacedTokens(MaskedLanguageModel):
         sampled = (logits.detach() - torch.log(-torch.log(noise))).argmax(-1)  # Gumbel-max: a sample of the softmax
         return original.masked_scatter(masked, sampled), original, loss
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """``beam`` and ``length_penalty`` do not apply."""
+    def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         metrics, rows = self._answers_of_score(model, examples)
         metrics.pop("n", None)
         return metrics, rows

@@ -74,6 +74,9 @@ class ExampleResult:
         return self.output == self.target or (isinstance(self.target, list) and self.output in self.target)
 
 
+AnswerResults = tuple[dict[str, float | str], list[ExampleResult]]  # metrics, and the result of each example
+
+
 @dataclass(frozen=True, eq=False)
 class Scores:
     """The results of a model on one set of examples."""
@@ -258,9 +261,7 @@ class Task(ABC):
         """Metrics besides the loss, and the model's output for each example; empty if the task has only a loss."""
         return {}, []
 
-    def _answers_of_score(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+    def _answers_of_score(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """``answers`` of a task that generates no text: the metrics of ``score`` in fp32 without the loss."""
         if not examples:
             return {}, []
@@ -274,7 +275,7 @@ class Task(ABC):
 
     def sample(self, model: Model, n: int) -> list[dict[str, str]]:
         """The first held-out examples with the model's output, to be shown during training."""
-        _, rows = self.answers(model, self.first(self.source.valid, n), beam=1, length_penalty=1.0)
+        _, rows = self.answers(model, self.first(self.source.valid, n))
         return [{"source": row.source, "target": row.first_target, "output": row.output} for row in rows]
 
     def validate(

@@ -23,7 +23,7 @@ from ...text.tokenizer import Tokenizer
 from ..loss import Batch
 from ..metrics import translation_metrics as metrics
 from ..metrics.statistics import Statistics
-from .task import MAX_TOKENIZER_TEXTS, ExampleResult, SkippedExamples, Task
+from .task import MAX_TOKENIZER_TEXTS, AnswerResults, ExampleResult, SkippedExamples, Task
 
 
 class Translate(Task):
@@ -154,13 +154,11 @@ class Translate(Task):
         n_tokens = sum(map(len, sources)) + sum(map(len, targets))
         return Batch((source, decoder_input), labels, {"source_padding_mask": padding_mask}, n_tokens)
 
-    def answers(
-        self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
-    ) -> tuple[dict[str, float | str], list[ExampleResult]]:
+    def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         pairs = cast(Sequence[Pair], examples)
         if not pairs:
             return {}, []
-        outputs = self.translate(model, [x.source for x in pairs], beam=beam, length_penalty=length_penalty)
+        outputs = self.translate(model, [x.source for x in pairs], **decoding)
         references = [x.target for x in pairs]
         each = zip(pairs, outputs, metrics.sentence_chrf(outputs, references), strict=True)
         rows = [ExampleResult(x.source, x.target, output, score / 100) for x, output, score in each]
@@ -170,7 +168,7 @@ class Translate(Task):
         measures = (metrics.bleu_statistics, metrics.chrf_statistics, metrics.exact_statistics)
         return [measure(outputs, references) for measure in measures]
 
-    def translate(self, model: Model, texts: Sequence[str], *, beam: int, length_penalty: float = 1.0) -> list[str]:
+    def translate(self, model: Model, texts: Sequence[str], *, beam: int = 1, length_penalty: float = 1.0) -> list[str]:
         """The translations of the model, generated in groups of texts of similar length."""
         ids, _ = truncate(list(encode_with_end(self._source, texts)), model.config.max_len)
         outputs = [""] * len(ids)
