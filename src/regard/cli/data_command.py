@@ -88,7 +88,8 @@ def _tokenizer_kind(config: DataConfig) -> str:
 def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[Tokenizer | None, Tokenizer | None]:
     """The tokenizers that training would use: one for both sides, or one for each."""
     from regard.config.data_config import TOKENIZER_FILES
-    from regard.data.examples import Chat, ImageExample, Labelled, Pair, Preference, Question, Tagged, Text, Triplet
+    from regard.data.describe import texts_by_side
+    from regard.data.examples import Chat, Preference
     from regard.text.sentencepiece_model import load_tokenizer
     from regard.text.tokenizer_training import train_tokenizer
 
@@ -100,24 +101,11 @@ def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[To
     texts: list[str] = []
     targets: list[str] = []
     for example in islice(source.train, _MAX_IMAGES if source.name == "shapes" else _MAX_TRAINING_EXAMPLES):
-        match example:
-            case Pair(text, target):
-                texts.append(text)
-                (texts if config.joint_vocab else targets).append(target)
-            case Text(text) | Labelled(text, second=None) | Tagged(text=text):
-                texts.append(text)
-            case Labelled(text, second=str() as second):
-                texts += [text, second]
-            case Chat(messages):
-                texts.extend(content for _, content in messages)
-            case Preference(prompt, chosen, rejected):
-                texts.extend([*(content for _, content in prompt), chosen, rejected])
-            case Triplet(anchor, positive, negative):
-                texts += [anchor, positive, negative]
-            case Question(question, answer, passages):
-                texts += [question, answer, *passages]
-            case ImageExample(captions=captions):
-                texts.extend(captions)
+        sides = texts_by_side(example)
+        if isinstance(example, Chat | Preference):  # each message by itself
+            sides["prompt"] = [content for _, content in example.prompt]
+        for side, own in sides.items():
+            (targets if side == "target" and not config.joint_vocab else texts).extend(own)
     size = config.vocab_size if kind in ("bpe", "unigram") else None
     template = _TEMPLATES.get(source.kind, "eos")
     tokenizers = [train_tokenizer(side, kind, size, template) for side in (texts, targets) if side]  # type: ignore[arg-type]  # _tokenizer_kind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -54,17 +54,14 @@ def list_exercises(as_json: AsJson = False) -> None:
     for chapter in report["chapters"]:
         print(f"{chapter['chapter']} · {chapter['title']}  ({chapter['page']})")
         for exercise in chapter["exercises"]:
-            print(f"  {_mark(exercise)} {exercise['number']}  {exercise['title']}")
+            mark = "✓" if exercise["solved"] else "·" if exercise["attempts"] else " "
+            print(f"  {mark} {exercise['number']}  {exercise['title']}")
     exercises = [exercise for chapter in report["chapters"] for exercise in chapter["exercises"]]
     n_solved = sum(exercise["solved"] for exercise in exercises)
     print(localise(f"{n_solved} of {len(exercises)} solved; progress is kept in {report['progress_file']}"))
     unsolved = next((exercise["number"] for exercise in exercises if not exercise["solved"]), None)
     if unsolved is not None:
         print(localise(f"Next: regard learn start {unsolved}"))
-
-
-def _mark(exercise: dict[str, Any]) -> str:
-    return "✓" if exercise["solved"] else "·" if exercise["attempts"] else " "
 
 
 @learn_app.command("start")

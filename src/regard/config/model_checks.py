@@ -11,8 +11,9 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "reglu", "quick_geglu")
 _BIASES = ("alibi", "t5", "xl", "window")
 
 
-def _default(config: ModelConfig, name: str) -> Any:
-    return type(config).model_fields[name].default
+def _changed(config: ModelConfig, *names: str) -> str | None:
+    """The first of these fields that differs from its default."""
+    return next((name for name in names if getattr(config, name) != type(config).model_fields[name].default), None)
 
 
 def _need(config: ModelConfig, what: str, **needed: Any) -> None:
@@ -39,9 +40,9 @@ def check_sizes(config: ModelConfig) -> None:
         )
     if config.source == "image" and config.image_size % config.patch_size:
         raise ValueError(f"image_size={config.image_size} is not divisible by patch_size={config.patch_size}")
-    for name in ("class_tokens", "register_tokens", "mask_token", "patch_bias"):
-        if config.source != "image" and getattr(config, name) != _default(config, name):
-            raise ValueError(f"{name}={getattr(config, name)} is for source='image', not {config.source!r}")
+    changed = _changed(config, "class_tokens", "register_tokens", "mask_token", "patch_bias")
+    if config.source != "image" and changed is not None:
+        raise ValueError(f"{changed}={getattr(config, changed)} is for source='image', not {config.source!r}")
     _check_pooling(config)
     _check_towers(config)
     _check_stages(config)
@@ -111,10 +112,9 @@ def _check_towers(config: ModelConfig) -> None:
     if config.resampler_tokens is not None and not is_captioner:
         raise ValueError(f"resampler_tokens={config.resampler_tokens} are for a captioner of images")
     if config.architecture != "two-tower":
-        for name in ("d_shared", "contrast") if is_captioner else ("text_model", "d_shared", "contrast"):
-            if (value := getattr(config, name)) != _default(config, name):
-                shown = "…" if name == "text_model" else repr(value)
-                raise ValueError(f"{name}={shown} is for architecture='two-tower', not {config.architecture!r}")
+        if name := _changed(config, *(() if is_captioner else ("text_model",)), "d_shared", "contrast"):
+            shown = "…" if name == "text_model" else repr(getattr(config, name))
+            raise ValueError(f"{name}={shown} is for architecture='two-tower', not {config.architecture!r}")
         if text is not None and (text.architecture, text.source, text.head) != ("decoder", "text", "lm"):
             raise ValueError("text_model of a captioner is a language model: architecture='decoder' and head='lm'")
         if text is not None and (text.norm_place != "pre" or text.parallel_residual != "none" or text.mixing.recurrent):
@@ -206,9 +206,8 @@ def check_mixing(config: ModelConfig) -> None:
     if not mixing.causal:
         if config.has_decoder and config.causal:
             raise ValueError(f"{mixer} mixes all tokens at once, so it cannot hide the future from a decoder")
-        for name in ("window", "shifted_windows", "sparsity"):
-            if getattr(config, name) != _default(config, name):
-                raise ValueError(f"{mixer} mixes all tokens at once, so {name} cannot narrow it")
+        if name := _changed(config, "window", "shifted_windows", "sparsity"):
+            raise ValueError(f"{mixer} mixes all tokens at once, so {name} cannot narrow it")
     for name in ("n_heads", "n_decoder_heads", "n_kv_heads"):
         if (getattr(config, name) or 0) % mixing.maps:
             raise ValueError(
@@ -217,9 +216,8 @@ def check_mixing(config: ModelConfig) -> None:
     if mixing.recurrent:
         if config.architecture != "decoder" or not config.causal:
             raise ValueError(f"{mixer} reads a text from its beginning; it needs architecture='decoder', causal=True")
-        for name in ("window", "sparsity", "qk_norm", "attention_dropout"):
-            if getattr(config, name) != _default(config, name):
-                raise ValueError(f"{name}={getattr(config, name)!r} is for attention, which {mixer} replaces")
+        if name := _changed(config, "window", "sparsity", "qk_norm", "attention_dropout"):
+            raise ValueError(f"{name}={getattr(config, name)!r} is for attention, which {mixer} replaces")
     if config.d_ff == 0 and (not mixing.recurrent or config.experts or config.parallel_residual != "none"):
         raise ValueError("d_ff=0 removes the feed-forward network, which needs mixer='mamba' or 'mamba2'")
     if not mixing.weights and positions in ("rope", *_BIASES):
@@ -306,9 +304,8 @@ _NOT_RECURRENT = (
 
 def check_recurrent(config: ModelConfig) -> None:
     """Recurrent models have no heads and no blocks; fields about them are rejected rather than ignored."""
-    for name in _NOT_RECURRENT:
-        if getattr(config, name) != _default(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r} does not apply to architecture='recurrent'")
+    if name := _changed(config, *_NOT_RECURRENT):
+        raise ValueError(f"{name}={getattr(config, name)!r} does not apply to architecture='recurrent'")
     if config.positions not in ("sinusoidal", "none"):  # "sinusoidal" is the default, and has no effect
         raise ValueError(f"positions={config.positions!r} does not apply to architecture='recurrent'")
     if config.source != "text":

@@ -133,7 +133,7 @@ def _parse_text(annotation: Any, text: str, word: str) -> Any:
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if is_union else [annotation]
     scalars = [kind for kind in kinds if get_origin(kind) is not tuple]  # "balanced" next to a tuple of numbers
     choices = {format_value(choice): choice for kind in scalars for choice in literal_choices(kind)}
-    if _is_optional(annotation) and text.lower() in ("none", "null"):
+    if is_union and NoneType in get_args(annotation) and text.lower() in ("none", "null"):
         return None
     is_tuple = any(get_origin(kind) is tuple for kind in kinds)
     if not text and not is_tuple:
@@ -148,10 +148,6 @@ def _parse_text(annotation: Any, text: str, word: str) -> Any:
     if is_tuple and text not in choices:
         return tuple(part.strip() for part in text.split(",")) if text.strip() else ()
     return choices.get(text, text)
-
-
-def _is_optional(annotation: Any) -> bool:
-    return NoneType in get_args(annotation) and get_origin(annotation) is not Literal
 
 
 def literal_choices(annotation: Any) -> Iterator[Any]:

@@ -188,12 +188,12 @@ def _texts(examples: Sequence[Example]) -> dict[str, list[str]]:
     """All texts of the examples, by side."""
     texts: dict[str, list[str]] = {}
     for example in examples:
-        for side, own in _sides(example).items():
+        for side, own in texts_by_side(example).items():
             texts.setdefault(side, []).extend(own)
     return texts
 
 
-def _sides(example: Example) -> dict[str, Sequence[str]]:
+def texts_by_side(example: Example) -> dict[str, Sequence[str]]:
     """The texts of an example by side; questions have several passages, images several captions."""
     match example:
         case ImageExample(captions=captions):
@@ -262,7 +262,7 @@ def _image_sizes(train: Sequence[Example]) -> dict[str, int]:
 
 def _example_texts(example: Example, labels: tuple[str, ...] | None) -> list[str]:
     """An example to show: the beginnings of its texts, at most three passages, and its label."""
-    texts = [text[:300] for own in _sides(example).values() for text in own[:3]]
+    texts = [text[:300] for own in texts_by_side(example).values() for text in own[:3]]
     match example:
         case Pair(source, target):
             return [source, target]

@@ -24,9 +24,8 @@ from .source_files import COLUMN_NAMES, IMAGE_SUFFIXES, has_header
 from .table_files import csv_delimiter, read_lines, suffix_of, table_records
 
 RecordForm = Literal["lines", "csv", "tsv", "jsonl", "parquet", "folder"]
-_FORMS: dict[str, RecordForm] = {
-    **{".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"},
-}
+_FORMS: dict[str, RecordForm] = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+_FORMS[".parquet"] = "parquet"
 _OPTIONS = DataConfig(normalise="none", max_chars=10_000_000)
 _SAMPLE_ROWS = 200
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -56,11 +57,7 @@ def fit_exponent(lengths: Sequence[float], values: Sequence[float], longest: int
     """
     points = sorted((t, v) for t, v in zip(lengths, values, strict=True) if t > 0 and v > 0)[-longest:]
     x, y = [math.log(t) for t, _ in points], [math.log(v) for _, v in points]
-    if len(set(x)) < 2:
-        return None
-    x_mean, y_mean = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True))
-    return covariance / sum((a - x_mean) ** 2 for a in x)
+    return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else None
 
 
 def align_columns(rows: Sequence[Sequence[str]], n_left: int = 1) -> list[str]:

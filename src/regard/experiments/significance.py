@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean, stdev, variance
 from typing import Any
 
 import numpy as np
@@ -26,14 +27,8 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    mean = math.fsum(values) / len(values)
-    se = None if len(values) < 2 else math.sqrt(_variance(values) / len(values))
-    return Estimate(tuple(values), mean, se)
-
-
-def _variance(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1)
+    se = None if len(values) < 2 else stdev(values) / math.sqrt(len(values))
+    return Estimate(tuple(values), fmean(values), se)
 
 
 def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -43,8 +38,8 @@ def welch(a: Sequence[float], b: Sequence[float]) -> float | None:
     """
     if len(a) < 2 or len(b) < 2:
         return None
-    wa, wb = _variance(a) / len(a), _variance(b) / len(b)
-    gap = math.fsum(a) / len(a) - math.fsum(b) / len(b)
+    wa, wb = variance(a) / len(a), variance(b) / len(b)
+    gap = fmean(a) - fmean(b)
     if wa + wb == 0:
         return 1.0 if gap == 0 else 0.0
     df = (wa + wb) ** 2 / (wa**2 / (len(a) - 1) + wb**2 / (len(b) - 1))
@@ -106,10 +101,10 @@ def compare(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> Cell
     cells = {name: values for name, values in cells.items() if len(values) > 1}
     if len(base) < 2 or not cells:
         return CellComparison({})
-    spreads = sorted(math.sqrt(_variance(values)) for values in (base, *cells.values()))
+    spreads = sorted(stdev(values) for values in (base, *cells.values()))
     limit = APART * spreads[len(spreads) // 2]
-    apart = [name for name, values in cells.items() if math.sqrt(_variance(values)) > limit]
-    if math.sqrt(_variance(base)) > limit:
+    apart = [name for name, values in cells.items() if stdev(values) > limit]
+    if stdev(base) > limit:
         apart = list(cells)
     pooled = {name: values for name, values in cells.items() if name not in apart}
     n_families = 2 if apart and pooled else 1
@@ -131,14 +126,14 @@ def dunnett(base: Sequence[float], cells: Mapping[str, Sequence[float]]) -> dict
     if not cells:
         return {}
     groups = [base, *cells.values()]
-    variances = [_variance(values) for values in groups]
+    variances = [variance(values) for values in groups]
     least = sorted(variances)[len(groups) // 2] / APART**2
     pooled = [values for values, variance in zip(groups, variances, strict=True) if variance >= least and variance > 0]
     pooled = pooled or groups
     df = sum(len(values) - 1 for values in pooled)
-    s = math.sqrt(math.fsum(_variance(values) * (len(values) - 1) for values in pooled) / df)
+    s = math.sqrt(math.fsum(variance(values) * (len(values) - 1) for values in pooled) / df)
     weights = np.array([1 / len(values) for values in groups])
-    gaps = np.array([math.fsum(values) / len(values) - math.fsum(base) / len(base) for values in cells.values()])
+    gaps = np.array([fmean(values) - fmean(base) for values in cells.values()])
     if s == 0:
         return {name: float(gap == 0) for name, gap in zip(cells, gaps, strict=True)}
     t = np.abs(gaps) / (s * np.sqrt(weights[1:] + weights[0]))

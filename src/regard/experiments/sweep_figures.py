@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..foundation.plotting import INK, SOFT, new_figure, style_panel
+from ..foundation.plotting import INK, SOFT, new_figure, spread_heights, style_panel
 from .sweep_cell import EXTRAPOLATION_METRICS, FACTORS
 from .sweep_report import TITLES, CellSummary, SweepReport, smaller_is_better
 
@@ -199,25 +199,6 @@ def _label_right(
         panel.plot([x + 0.012, 1, 1.035], [y, height, height], transform=panel.transAxes, color=colours[name], **line)
         for left, text in ((1.045, name), (1.2, (more or {}).get(name, ""))):
             panel.text(left, height, text, transform=panel.transAxes, color=colours[name], fontsize=size, va="center")
-
-
-def spread_heights(heights: list[float], gap: float) -> list[float]:
-    """Move ascending heights at least ``gap`` apart, as little as possible, and within 0 … 1 if they fit.
-
-    Neighbours that are too close form a group around their mean; groups that then overlap are merged.
-    """
-    groups: list[list[float]] = []  # [middle, number of members]
-    for height in heights:
-        groups.append([height, 1])
-        while len(groups) > 1 and groups[-1][0] - groups[-2][0] < gap * (groups[-1][1] + groups[-2][1]) / 2:
-            middle, count = groups.pop()
-            below, below_count = groups[-1]
-            total = count + below_count
-            groups[-1] = [(middle * count + below * below_count) / total, total]
-    placed = [middle + gap * (n - (count - 1) / 2) for middle, count in groups for n in range(int(count))]
-    top = len(placed) - 1  # labels above the panel move down, then labels below it move up
-    lowered = [min(height, 1 - gap * (top - n)) for n, height in enumerate(placed)]
-    return [max(height, gap * n) for n, height in enumerate(lowered)]
 
 
 def draw_lengths(report: ExtrapolationReport, file: Path) -> None:

@@ -12,24 +12,12 @@ from .engines import Ct2Engine, Engine, GgufEngine, OnnxEngine, TorchEngine, eng
 from .export_model import Kind, export
 from .quantise import is_quantised, open_int8, quantise
 
+# fmt: off
 __all__ = [
-    "BoundBroken",
-    "Bounds",
-    "Ct2Engine",
-    "Engine",
-    "GgufEngine",
-    "Kind",
-    "OnnxEngine",
-    "TorchEngine",
-    "certify",
-    "engines_in",
-    "export",
-    "is_quantised",
-    "open_engine",
-    "open_int8",
-    "quantise",
-    "certificate_text",
+    "BoundBroken", "Bounds", "Ct2Engine", "Engine", "GgufEngine", "Kind", "OnnxEngine", "TorchEngine", "certify",
+    "engines_in", "export", "is_quantised", "open_engine", "open_int8", "quantise", "certificate_text",
 ]
+# fmt: on
 
 
 class _CallableModule(ModuleType):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import as_file, files
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def certify_page(
 ) -> dict[str, Any]:
     """Compare a page with its float32 model on ``inputs``; None: held-out examples of its run, or random inputs."""
     bounds = bounds or Bounds()
-    cases = [_case(model, *pair) for pair in _with_beams(model, inputs or _inputs(model, n_inputs, seed))]
+    beams = chain([4] * _N_WITH_BEAMS if model.generates else [], repeat(1))
+    cases = [_case(model, *pair) for pair in zip(inputs or _inputs(model, n_inputs, seed), beams, strict=False)]
     program, answer = run_page(folder, {"probes": list(PROBES), "inputs": [case for case, _ in cases]})
     same_ids, same_texts = [], []
     logits_gap, weights_gap = 0.0, 0.0
@@ -187,11 +189,6 @@ def _inputs(model: Model, n: int, seed: int) -> Sequence[Any]:
     rows = torch.randint(model.config.vocab_size, (n, 12), generator=generator).tolist()
     texts = [model.processor.source.decode(row) for row in rows]
     return [text for text in texts if text.strip()] or ["a"]
-
-
-def _with_beams(model: Model, inputs: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Each input with its beam size."""
-    return [(item, 4 if model.generates and n < _N_WITH_BEAMS else 1) for n, item in enumerate(inputs)]
 
 
 def _case(model: Model, item: Any, beam: int) -> tuple[dict[str, Any], dict[str, Any]]:

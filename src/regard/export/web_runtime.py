@@ -52,9 +52,9 @@ def find_runtime(folder: str | Path | None = None) -> Path:
         if missing := _missing(Path(folder)):
             raise RegardError(f"{folder} has no {missing}: a page needs {' and '.join(PACKAGES)}")
         return Path(folder)
-    cached = cache_folder() / "web"
+    cached, needed = cache_folder() / "web", {name: version for name, (version, _, _) in PACKAGES.items()}
     for candidate in (Path(sys.prefix) / "share" / "web", cached):
-        if _missing(candidate) is None and _versions_fit(candidate):
+        if _missing(candidate) is None and runtime_versions(candidate) == needed:
             return candidate
     return fetch_runtime(cached)
 
@@ -68,10 +68,6 @@ def _missing(folder: Path) -> str | None:
     """The first required file that a folder lacks."""
     files = (f"{package}/{file}" for package, (_, _, files) in PACKAGES.items() for file in files if file != "LICENSE")
     return next((file for file in files if not (folder / file).is_file()), None)
-
-
-def _versions_fit(folder: Path) -> bool:
-    return runtime_versions(folder) == {name: version for name, (version, _, _) in PACKAGES.items()}
 
 
 def fetch_runtime(folder: Path) -> Path:

@@ -44,6 +44,25 @@ def style_panel(panel: Any, grid: str = "both") -> None:
     panel.spines["bottom"].set_color("#999999")
 
 
+def spread_heights(heights: list[float], gap: float) -> list[float]:
+    """Move ascending heights at least ``gap`` apart, as little as possible, and within 0 … 1 if they fit.
+
+    Neighbours that are too close form a group around their mean; groups that then overlap are merged.
+    """
+    groups: list[list[float]] = []  # [middle, number of members]
+    for height in heights:
+        groups.append([height, 1])
+        while len(groups) > 1 and groups[-1][0] - groups[-2][0] < gap * (groups[-1][1] + groups[-2][1]) / 2:
+            middle, count = groups.pop()
+            below, below_count = groups[-1]
+            total = count + below_count
+            groups[-1] = [(middle * count + below * below_count) / total, total]
+    placed = [middle + gap * (n - (count - 1) / 2) for middle, count in groups for n in range(int(count))]
+    top = len(placed) - 1  # labels above the panel move down, then labels below it move up
+    lowered = [min(height, 1 - gap * (top - n)) for n, height in enumerate(placed)]
+    return [max(height, gap * n) for n, height in enumerate(lowered)]
+
+
 def fonts_for(text: str) -> tuple[list[str], str]:
     """Fonts that together cover the characters of a text, and the characters that no font has."""
     missing = {x for x in text if not x.isspace() and unicodedata.category(x) not in ("Mn", "Cf", "Cc")}

@@ -7,14 +7,8 @@ from .loop import StepRecord
 from .tasks import Task
 from .trainer import TrainResult, resume, train
 
+# fmt: off
 __all__ = [
-    "EvaluationReport",
-    "StepRecord",
-    "Task",
-    "TrainResult",
-    "back_translate",
-    "distill",
-    "evaluate",
-    "resume",
-    "train",
+    "EvaluationReport", "StepRecord", "Task", "TrainResult", "back_translate", "distill", "evaluate", "resume", "train",
 ]
+# fmt: on

@@ -9,7 +9,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 from ..foundation.language import localise
 
@@ -23,7 +23,7 @@ JOINER = "\u200d"
 GAP = "  "
 _PICTURES = {chr(code): chr(0x2400 + code) for code in range(0x20)} | {"\n": "⏎", "\x7f": "␡"}
 Style = Literal["auto", "live", "plain", "json", "quiet", "records", "off"]
-STYLES = ("auto", "live", "plain", "json", "quiet", "records", "off")
+STYLES = get_args(Style)
 
 
 def format_count(value: float) -> str:

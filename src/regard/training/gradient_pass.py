@@ -151,7 +151,8 @@ class WorkingWeights:
 
     def __init__(self, objective: Objective, dtype: torch.dtype = torch.bfloat16, fp8: bool = False) -> None:
         model = objective.model
-        self._pairs = [(p, _half(p, dtype)) for p in model.parameters() if p.dtype == torch.float32]
+        wide = [p for p in model.parameters() if p.dtype == torch.float32]
+        self._pairs = [(p, nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad)) for p in wide]
         memo: dict[int, Any] = {id(shared): shared for shared in (model.processor, model.provenance, *model.buffers())}
         memo |= {id(own): half for own, half in self._pairs}
         copied = copy.deepcopy(model, memo)
@@ -188,10 +189,6 @@ class WorkingWeights:
     def refresh(self) -> None:
         """Copy the current weights of the model: after each optimiser step, and after loading a checkpoint."""
         torch._foreach_copy_([half.detach() for _, half in self._pairs], [own.detach() for own, _ in self._pairs])
-
-
-def _half(p: Tensor, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(p.detach().to(dtype), requires_grad=p.requires_grad)
 
 
 # ------------------------------------------------------------------------------------- values that are not finite

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import to_jsonable
-from ..foundation.plotting import INK, SOFT, fonts_for, new_figure, style_panel
+from ..foundation.plotting import INK, SOFT, fonts_for, new_figure, spread_heights, style_panel
 from .console_display import format_count, format_duration
 from .loggers import Note
 
@@ -235,18 +235,12 @@ def _draw_rate(panel: Any, rate: Points) -> None:
 
 def _labels(panel: Any, ends: list[tuple[float, float, str, str]]) -> None:
     """Write the label of each curve to the right of its end, without overlaps."""
-    height = panel.get_position().height * panel.figure.get_figheight() * 72  # in points
-    gap = 13 / height
-    axes_y = [panel.transAxes.inverted().transform(panel.transData.transform((x, y)))[1] for x, y, _, _ in ends]
-    order = sorted(range(len(ends)), key=axes_y.__getitem__)
-    placed: list[float] = []
-    for n in order:
-        placed.append(axes_y[n] if not placed else max(axes_y[n], placed[-1] + gap))
-    # Labels were only pushed up; shift all down by their mean displacement.
-    down = sum(at - axes_y[n] for at, n in zip(placed, order, strict=True)) / max(1, len(placed))
-    for at, n in zip(placed, order, strict=True):
-        _, _, text, colour = ends[n]
-        panel.text(1.015, at - down, text, transform=panel.transAxes, fontsize=9.5, color=colour, va="center")
+    gap = 13 / (panel.get_position().height * panel.figure.get_figheight() * 72)  # 13 points
+    to_axes = panel.transData + panel.transAxes.inverted()
+    by_height = sorted((to_axes.transform((x, y))[1], text, colour) for x, y, text, colour in ends)
+    heights = spread_heights([height for height, _, _ in by_height], gap)
+    for height, (_, text, colour) in zip(heights, by_height, strict=True):
+        panel.text(1.015, height, text, transform=panel.transAxes, fontsize=9.5, color=colour, va="center")
 
 
 def _draw_title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
