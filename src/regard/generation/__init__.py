@@ -25,30 +25,11 @@ from .text_generation import (
     translate,
 )
 
+# fmt: off
 __all__ = [
-    "PAPER",
-    "Classified",
-    "DraftStatistics",
-    "DecodingEngine",
-    "GenerateConfig",
-    "Generated",
-    "Hypothesis",
-    "BeamSearch",
-    "StopStrings",
-    "TaggedWords",
-    "GeneratedText",
-    "GeneratedTexts",
-    "Answered",
-    "answer",
-    "caption",
-    "check_texts",
-    "classify",
-    "embed",
-    "generate",
-    "stream",
-    "stream_tokens",
-    "tag",
-    "text_pieces",
-    "translate",
+    "PAPER", "Classified", "DraftStatistics", "DecodingEngine", "GenerateConfig", "Generated", "Hypothesis",
+    "BeamSearch", "StopStrings", "TaggedWords", "GeneratedText", "GeneratedTexts", "Answered", "answer", "caption",
+    "check_texts", "classify", "embed", "generate", "stream", "stream_tokens", "tag", "text_pieces", "translate",
     "decode_loop",
 ]
+# fmt: on
