@@ -141,7 +141,9 @@ def numbers(version: str | None) -> tuple[int, ...]:
 def _devices() -> Iterator[Finding]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    from regard.foundation.device import n_cores
+
+    cores = n_cores()
     threads = torch.get_num_threads()
     limit = os.environ.get("OMP_NUM_THREADS")
     why = f" (OMP_NUM_THREADS={limit})" if limit else ""

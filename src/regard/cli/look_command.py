@@ -51,18 +51,10 @@ def look(
 ) -> None:
     """Show a model's attention. A language model reads TEXT (and continues it, with --beam or --max-new-tokens); a
     translator or captioner generates its own output unless --target gives one."""
+    _check_options(what, out, top=top, score=score, compare=compare, history=history)
     if history:
-        if score or compare is not None or top is not None:
-            raise UsageError("--history prints scores over checkpoints: leave out --score, --compare and --top")
         _print_history(model, what, target, kind, out, device, as_json)
         return
-    if what is None and not score:
-        raise UsageError("there is nothing to look at: give a text, an image file, --score or --history")
-    if what is not None and score:
-        raise UsageError("--score uses its own examples, whose alignment is known: leave out the text")
-    if compare is not None and (out is not None or top is not None):
-        raise UsageError("--compare prints one number for each head: leave out --out and --top")
-    terminal.check_out(out, _SUFFIXES)
     opened = terminal.open_model(model, device, dtype=dtype)
     if score:
         _print_scores(model, opened, as_json)
@@ -99,6 +91,21 @@ def look(
             print(*select_head(seen, **view_options).view.top(top, layer=layer, head=head), sep="\n")
         elif out is None:
             seen.print(layer=layer, head=head, **view_options)
+
+
+def _check_options(
+    what: str | None, out: Path | None, *, top: int | None, score: bool, compare: str | None, history: bool
+) -> None:
+    """Refuse options that do not go together, before a model is loaded."""
+    if history and (score or compare is not None or top is not None):
+        raise UsageError("--history prints scores over checkpoints: leave out --score, --compare and --top")
+    if what is None and not (score or history):
+        raise UsageError("there is nothing to look at: give a text, an image file, --score or --history")
+    if what is not None and score:
+        raise UsageError("--score uses its own examples, whose alignment is known: leave out the text")
+    if compare is not None and (out is not None or top is not None):
+        raise UsageError("--compare prints one number for each head: leave out --out and --top")
+    terminal.check_out(out, _FIGURES if history else _SUFFIXES)
 
 
 def _index(name: str, number: int, total: int) -> int:
@@ -158,7 +165,6 @@ def _print_history(
     run: str, what: str | None, target: str | None, kind: str | None, out: Path | None, device: str, as_json: bool
 ) -> None:
     """Print the pattern scores of heads at every checkpoint, and when each head was born."""
-    terminal.check_out(out, _FIGURES)
     from regard.foundation.progress import show_progress
     from regard.lens.head_history import head_history
 

@@ -21,7 +21,7 @@ from .base import Config
 from .data_config import DataConfig
 from .mixers import register
 from .model_config import ModelConfig
-from .train_config import TrainConfig
+from .train_config import RunConfig, TrainConfig
 
 SECTIONS: Mapping[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "train": TrainConfig}
 PRESET = "preset"  # a key among the fields of a model: the name of the preset that they change
@@ -33,6 +33,13 @@ C = TypeVar("C", bound=Config)
 def field_names(sections: Mapping[str, type[Config]] = SECTIONS) -> list[str]:
     """``data.source``, ``model.d_model``, …"""
     return [f"{section}.{field}" for section, config in sections.items() for field in config.model_fields]
+
+
+def flat_fields(config: RunConfig) -> dict[str, Any]:
+    """The values of a config by the full names of their fields, such as train.lr, after the task."""
+    sections = {section: getattr(config, section).model_dump(mode="json") for section in SECTIONS}
+    fields = {f"{section}.{name}": value for section in sections for name, value in sections[section].items()}
+    return {"task": config.task, **fields}
 
 
 def parse_overrides(

@@ -21,7 +21,15 @@ from ..presets import PRESETS, preset
 from ..training.loss import SHARE_OF_MEMORY
 from .cost_devices import CPU, Device, find_device, source_tokens, time_floors
 from .cost_report import Amount, Cost, TrainingVariant
-from .flops_estimate import CACHE_DTYPE_BYTES, CacheDtype, crossover, kv_cache, layer_kinds, parameter_groups
+from .flops_estimate import (
+    CACHE_DTYPE_BYTES,
+    CacheDtype,
+    ParameterGroup,
+    crossover,
+    kv_cache,
+    layer_kinds,
+    parameter_groups,
+)
 from .memory_estimate import Attention, Precision, Setting, training_memory
 
 
@@ -49,22 +57,14 @@ def cost(
         raise ValueError(f"model_class={config.model_class!r} is your own: cost counts what the built-in classes do")
     if cache not in CACHE_DTYPE_BYTES:
         raise UsageError(f"cache={cache!r} is not one of {', '.join(CACHE_DTYPE_BYTES)}")
-    if length is None:
-        limit = config.max_target_len if config.architecture == "encoder-decoder" else None
-        patches = n_patches(config) if config.architecture == "encoder" and config.source == "image" else None
-        length = patches or limit or config.max_len
+    length = _longest(config) if length is None else length
     _check_lengths(config, batch, length, source_length)
     speeds = find_device(device)
     setting = _setting(config, recipe if train is None else train, speeds, batch, length, source_length)
     groups = parameter_groups(config)
     flops = count(config, batch, length, source_length)
     layers = kv_cache(config, batch, length, source_length, cache)
-    memory, variants = None, []
-    if config.architecture != "recurrent":
-        memory = training_memory(config, groups, setting)
-        for attention, checkpointing in product(get_args(Attention), (False, True)):
-            other = training_memory(config, groups, replace(setting, attention=attention, checkpointing=checkpointing))
-            variants.append(TrainingVariant(attention, checkpointing, other.activations, other.peak))
+    memory = None if config.architecture == "recurrent" else training_memory(config, groups, setting)
     return Cost(
         name=name,
         config=config,
@@ -81,7 +81,7 @@ def cost(
         cache_layers=tuple(layers),
         cache_numbers=cache,
         training=memory,
-        variants=tuple(variants),
+        variants=() if memory is None else _training_variants(config, groups, setting),
         floors=time_floors(config, speeds, setting, groups, flops, memory, layers),
         crossover=crossover(config, batch, length, source_length, flops),
         layer_kinds=tuple(layer_kinds(length, config.d_model, window=config.window)),
@@ -111,6 +111,13 @@ def resolve_model(
     return name + changes, config.with_(**fields) if fields else config, recipe
 
 
+def _longest(config: ModelConfig) -> int:
+    """The most tokens of a text, or of the target in an encoder-decoder; of an image encoder its patches."""
+    if config.architecture == "encoder" and config.source == "image":
+        return n_patches(config)
+    return (config.max_target_len if config.architecture == "encoder-decoder" else None) or config.max_len
+
+
 def _check_lengths(config: ModelConfig, batch: int, length: int, source_length: int | None) -> None:
     try:
         check_positive(batch=batch, length=length, source_length=source_length)
@@ -134,6 +141,17 @@ def _check_lengths(config: ModelConfig, batch: int, length: int, source_length: 
         raise UsageError(f"length={length} is longer than {field}={limit}, {reason}")
     if source_length is not None and config.source == "text" and source_length > config.max_len:
         raise UsageError(f"source_length={source_length} is longer than max_len={config.max_len}, {reason}")
+
+
+def _training_variants(
+    config: ModelConfig, groups: list[ParameterGroup], setting: Setting
+) -> tuple[TrainingVariant, ...]:
+    """The memory of training with each attention, without and with checkpointing."""
+    variants = []
+    for attention, checkpointing in product(get_args(Attention), (False, True)):
+        memory = training_memory(config, groups, replace(setting, attention=attention, checkpointing=checkpointing))
+        variants.append(TrainingVariant(attention, checkpointing, memory.activations, memory.peak))
+    return tuple(variants)
 
 
 def _setting(

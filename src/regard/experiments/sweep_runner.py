@@ -32,6 +32,7 @@ import torch
 from ..data.corpora import CORPORA
 from ..errors import RegardError, UsageError
 from ..foundation.checks import check_positive
+from ..foundation.device import n_cores
 from ..foundation.files import file_lock, write_atomic
 from ..foundation.jsonio import to_json
 from ..foundation.plugins import import_optional
@@ -302,8 +303,7 @@ def open_runner(on: str, jobs: int | None, max_workers: int, *, fresh: bool = Tr
     check_runner(on)
     if on != "local":
         return RayRunner(on, None if jobs is None else min(jobs, max_workers), fresh=fresh)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    default = min(4, cores) if torch.cuda.is_available() else cores
+    default = min(4, n_cores()) if torch.cuda.is_available() else n_cores()
     return LocalRunner(min(jobs or default, max_workers))
 
 

@@ -30,7 +30,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from ..config import ModelConfig, RunConfig
 from ..config.mixers import get_mixer
-from ..config.overrides import format_value, parse_overrides
+from ..config.overrides import flat_fields, format_value, parse_overrides
 from ..errors import BadModelFile, RegardError, UsageError
 from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
@@ -42,7 +42,7 @@ from ..recipes import run_config
 SWEEP_FILE, RESULT_FILE = "sweep.json", "result.json"
 FINAL = ("done", "diverged")  # final outcomes; a failed run is tried again by the next call
 # Paths and devices may differ between machines; results record the hash of their data instead.
-_MACHINE_FIELDS = {"data": ("source", "valid"), "train": ("out", "seed", "device")}
+_MACHINE_FIELDS = ("data.source", "data.valid", "train.out", "train.seed", "train.device")
 # Fields without effect in a recurrent model, and in a model without norms.
 _UNUSED_RECURRENT = ("n_heads", "n_kv_heads", "d_head", "d_ff", "positions", "norm", "norm_place", "attention_scale")
 _UNUSED_WITHOUT_NORM = ("norm_place", "norm_eps", "norm_bias")
@@ -213,12 +213,7 @@ def merge_words(*layers: Iterable[str]) -> list[str]:
 
 def settings(config: RunConfig) -> dict[str, Any]:
     """The settings that define a run, by field; paths, seed and device are not among them."""
-    fields: dict[str, Any] = {"task": config.task}
-    for section in ("data", "model", "train"):
-        skipped = _MACHINE_FIELDS.get(section, ())
-        values = getattr(config, section).model_dump(mode="json")
-        fields |= {f"{section}.{name}": value for name, value in values.items() if name not in skipped}
-    return fields
+    return {name: value for name, value in flat_fields(config).items() if name not in _MACHINE_FIELDS}
 
 
 def _effective_settings(config: RunConfig) -> dict[str, Any]:

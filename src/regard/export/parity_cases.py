@@ -96,13 +96,13 @@ def make_cases(config: ModelConfig, count: int, seed: int) -> list[ParityCase]:
 
 
 def _case(config: ModelConfig, generator: torch.Generator) -> ParityCase:
-    n_rows = _random_size(1, _MAX_ROWS, generator)
+    n_rows = _random_size(_MAX_ROWS, generator)
     padding_mask = None
     if config.source == "image":
         shape = (n_rows, config.n_channels, config.image_size, config.image_size)
         source, lengths = torch.randn(shape, generator=generator), None
     else:
-        lengths = [_random_size(1, min(_MAX_LENGTH, config.max_len - 1), generator) for _ in range(n_rows)]
+        lengths = [_random_size(min(_MAX_LENGTH, config.max_len - 1), generator) for _ in range(n_rows)]
         padding_mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         if config.source == "regions":
             source = torch.randn(n_rows, max(lengths), config.d_region + config.d_box, generator=generator)
@@ -113,7 +113,7 @@ def _case(config: ModelConfig, generator: torch.Generator) -> ParityCase:
         pooled = config.head == "classify"
         return ParityCase(source, padding_mask, None, None if pooled else lengths)
     max_length = min(_MAX_LENGTH, (config.max_target_len or config.max_len) - 1)
-    lengths = [_random_size(1, max_length, generator) for _ in range(n_rows)]
+    lengths = [_random_size(max_length, generator) for _ in range(n_rows)]
     target = _ids(config, config.output_vocab_size, (n_rows, max(lengths)), generator)
     if config.bos_id is not None:
         target[:, 0] = config.bos_id
@@ -123,8 +123,8 @@ def _case(config: ModelConfig, generator: torch.Generator) -> ParityCase:
     return ParityCase(source, padding_mask, target, lengths)
 
 
-def _random_size(least: int, most: int, generator: torch.Generator) -> int:
-    return int(torch.randint(least, max(least, most) + 1, (), generator=generator))
+def _random_size(most: int, generator: torch.Generator) -> int:
+    return int(torch.randint(1, max(1, most) + 1, (), generator=generator))
 
 
 def _ids(config: ModelConfig, n_tokens: int, shape: tuple[int, int], generator: torch.Generator) -> Tensor:

@@ -50,6 +50,11 @@ def resolve_device(name: str | torch.device = "auto", option: str = "device") ->
     return device
 
 
+def n_cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def without_cudnn_attention(off: bool = True) -> Iterator[None]:
     """A context without the cuDNN backend of torch's attention, unless ``off`` is False.

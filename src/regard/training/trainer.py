@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from ..config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from ..config.overrides import flat_fields
 from ..config.overrides import format_value as format_word
 from ..config.train_config import RESUMABLE
 from ..data.sources import Source
@@ -296,7 +297,7 @@ def _run(
         flops_per_token=token_flops,
         peak_flops=None if peak is None else peak * group.world,
         loggers=config.train.loggers,
-        settings=_flat_fields(config),
+        settings=flat_fields(config),
     )
     loop = Loop(
         train=config.train,
@@ -410,13 +411,6 @@ def _choose_precision(config: RunConfig, objective: Objective, flops: float, gro
         run.replace_files({CHOICE_FILE: to_json(asdict(choice))})
     group.barrier()
     return choice
-
-
-def _flat_fields(config: RunConfig) -> dict[str, Any]:
-    """All fields of a config by their full names, such as train.lr."""
-    sections = config.model_dump(mode="json")
-    fields = {f"{section}.{name}": x for section in ("data", "model", "train") for name, x in sections[section].items()}
-    return {"task": config.task, **fields}
 
 
 def _facts(loop: Loop, config: RunConfig, choice: Choice) -> dict[str, Any]:
