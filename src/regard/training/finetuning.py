@@ -113,15 +113,8 @@ def start_from(
                 new[name] = "of shape {} there, {} here".format(*shapes)
                 continue
             used.add(source)
-    share = _share_of_body(model, {*copied, *partly})
-    if (not copied and not partly) or (share < 0.5 and not partial):
-        sizes = _differences(initial, model, ("architecture", "d_model", "n_layers", "d_ff", *_MEANINGS))
-        why = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in sizes.items())
-        why = why or "; ".join(f"{name}: {reason}" for name, reason in list(new.items())[:2])
-        if not copied and not partly:
-            raise UsageError(f"train.init={path}: none of its weights fit this model ({why})")
-        how = "leave out the model fields that differ, or start anyway with train.init_partial=true"
-        raise UsageError(f"train.init={path}: only {share:.0%} of this model's layers fit its weights ({why}); {how}")
+    if fault := _too_few({*copied, *partly}, new, initial, model, partial):
+        raise UsageError(f"train.init={path}: {fault}")
     parameters = {name for name, _ in model.named_parameters()}
     new = {name: why for name, why in new.items() if name in parameters}
     unused = tuple(name for name in weights if name not in used)
@@ -129,11 +122,20 @@ def start_from(
     return WeightTransfer(str(path), tuple(copied), tuple(partly), new, unused, differs)
 
 
-def _share_of_body(model: Model, names: Collection[str]) -> float:
-    """The share of the model's elements, without embeddings and heads, in the named parameters; 1 if it has none."""
+def _too_few(copied: set[str], new: dict[str, str], initial: Model, model: Model, partial: bool) -> str | None:
+    """Why the copied weights are too few to start from; None if they are enough."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if not name.startswith(_TABLES_AND_HEADS)}
     total = sum(sizes.values())
-    return sum(size for name, size in sizes.items() if name in names) / total if total else 1.0
+    share = sum(size for name, size in sizes.items() if name in copied) / total if total else 1.0
+    if copied and (share >= 0.5 or partial):
+        return None
+    differ = _differences(initial, model, ("architecture", "d_model", "n_layers", "d_ff", *_MEANINGS))
+    why = ", ".join(f"{name} is {theirs} there and {ours} here" for name, (theirs, ours) in differ.items())
+    why = why or "; ".join(f"{name}: {reason}" for name, reason in list(new.items())[:2])
+    if not copied:
+        return f"none of its weights fit this model ({why})"
+    how = "leave out the model fields that differ, or start anyway with train.init_partial=true"
+    return f"only {share:.0%} of this model's layers fit its weights ({why}); {how}"
 
 
 def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None) -> dict[str, str]:
