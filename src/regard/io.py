@@ -20,6 +20,7 @@ from .export.quantise import check_int8, is_quantised, open_int8
 from .foundation.files import replace_directory, write_atomic
 from .foundation.jsonio import to_json, wrong_values_as_bad_file
 from .hub.hf_directory import INDEX
+from .hub.hf_family import label_fields
 from .hub.manifest import check_replaceable
 from .models import Model, build
 from .text import Processor, read_processor
@@ -209,8 +210,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
     if labels is not None:
         if len(labels) != model.config.n_classes:
             raise ValueError(f"the processor has {len(labels)} labels, but n_classes={model.config.n_classes}")
-        fields["id2label"] = {str(index): label for index, label in enumerate(labels)}
-        fields["label2id"] = {label: index for index, label in enumerate(labels)}
+        fields |= label_fields(labels)
     with replace_directory(target) as folder:
         index = hub.write_safetensors(folder, tensors, most_shard_bytes)
         files = {} if model.processor is None else model.processor.files(model.config)

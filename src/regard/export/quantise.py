@@ -19,6 +19,7 @@ from ..errors import BadModelFile
 from ..foundation.files import write_atomic
 from ..foundation.jsonio import parse_json, to_json
 from ..generation.generate import inference
+from ..hub.hf_family import label_fields
 from ..layers.quantised_linear import Int8Linear
 from ..layers.quantised_linear import quantise as round_in_place
 from ..models import Model, build
@@ -105,10 +106,8 @@ def write_int8(model: Model, folder: Path) -> None:
         files["model.safetensors.index.json"] = to_json(index)
     # The model type is regard's own, because transformers would read the integers as weights.
     fields: dict[str, Any] = {"model_type": "regard", "regard": config.model_dump(mode="json"), MARK: _SCHEME}
-    labels = None if processor is None else processor.labels
-    if labels is not None:
-        fields["id2label"] = {str(number): label for number, label in enumerate(labels)}
-        fields["label2id"] = {label: number for number, label in enumerate(labels)}
+    if processor is not None and processor.labels is not None:
+        fields |= label_fields(processor.labels)
     files["config.json"] = to_json(fields)
     written = hub.WrittenConfig(fields, (), ("weights are int8, in a format of regard's own",))
     files["README.md"] = hub.model_card(model, written, build(config, device="meta").n_parameters).encode()

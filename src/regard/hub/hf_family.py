@@ -166,15 +166,19 @@ def write_head(config: ModelConfig, classes: Mapping[str, str]) -> dict[str, Any
         raise ValueError(f"no class has head={config.head!r}; the classes are {', '.join(classes)}")
     fields: dict[str, Any] = {"architectures": names[:1]}
     if config.head in ("classify", "tag"):
-        labels = [f"LABEL_{i}" for i in range(config.n_classes)]
-        fields["id2label"] = {str(i): label for i, label in enumerate(labels)}
-        fields["label2id"] = {label: i for i, label in enumerate(labels)}
+        fields |= label_fields([f"LABEL_{i}" for i in range(config.n_classes)])
     if config.head == "classify":
         is_number = config.problem_type == "regression"
         fields["problem_type"] = config.problem_type if is_number else f"{config.problem_type}_classification"
     if config.head == "none" and config.pooler == "none":
         fields["has_pooler"] = False
     return fields
+
+
+def label_fields(labels: Sequence[str]) -> dict[str, Any]:
+    """The names of classes in both directions."""
+    numbered = list(enumerate(labels))
+    return {"id2label": {str(i): label for i, label in numbered}, "label2id": {label: i for i, label in numbered}}
 
 
 def write_encoder(
