@@ -271,7 +271,10 @@ def read_json_rows(path: Path, form: str, schema: Schema, report: ReadReport, op
 def json_records(path: Path, form: str, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, Any]]:
     """(number, JSON value) for each line (jsonl) or for each element of a list (json)."""
     if form == "json":
-        for number, record in enumerate(_json_list(path), start=1):
+        records = _read_json(path)
+        if not isinstance(records, list):
+            raise BadData(f"{path} holds a JSON {type(records).__name__}; a list of objects is needed")
+        for number, record in enumerate(records, start=1):
             report.n_read += 1
             yield number, record
         return
@@ -282,13 +285,6 @@ def json_records(path: Path, form: str, report: ReadReport, options: DataConfig)
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             report.add_bad(path, number, "not JSON", str(error))
-
-
-def _json_list(path: Path) -> list[Any]:
-    content = _read_json(path)
-    if not isinstance(content, list):
-        raise BadData(f"{path} holds a JSON {type(content).__name__}; a list of objects is needed")
-    return content
 
 
 def _read_json(path: Path) -> Any:

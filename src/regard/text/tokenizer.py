@@ -18,7 +18,6 @@ from __future__ import annotations
 import codecs
 import copy
 import hashlib
-import importlib
 import importlib.util
 import json
 import re
@@ -31,9 +30,10 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BadData, BadModelFile, RegardError, first_line
+from ..errors import BadData, BadModelFile, first_line
 from ..foundation.files import read_input, write_atomic
 from ..foundation.jsonio import to_json
+from ..foundation.plugins import import_optional
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -383,12 +383,10 @@ class MarianTokenizer(Tokenizer):
 
     @cached_property
     def _pieces(self) -> Any:
+        pieces = import_optional("sentencepiece", self.name, "hub").SentencePieceProcessor()
         try:
-            pieces = importlib.import_module("sentencepiece").SentencePieceProcessor()
             pieces.LoadFromSerializedProto(self.model)
             return pieces
-        except ImportError:
-            raise RegardError(f"{self.name} needs sentencepiece, which is not installed") from None
         except (RuntimeError, ValueError, TypeError) as error:
             raise BadModelFile(f"{self.name} is not a SentencePiece model: {error}") from None
 

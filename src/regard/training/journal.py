@@ -23,6 +23,10 @@ METRICS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 NOT_METRICS = {"step", "loss", "valid_loss", "tokens", "seconds", "train_seconds", "tokens_per_s", "memory_mib"}
 EXPERT_LOAD = ("expert_load_max", "expert_load_min")  # load of the experts used most and least, in training lines
 WANTED = ("bleu", "cider", "exact", "accuracy", "chrf", "f1", "perplexity")  # drawn first, in this order
+_NAMES = {
+    **{"bleu": "BLEU", "bleu4": "BLEU-4", "chrf": "chrF", "cider": "CIDEr", "f1": "F1"},
+    **{"expert load max": "most", "expert load min": "least"},
+}
 # Markers of a curve with few evaluations.
 DOTS: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.8}
 Points = tuple[list[float], list[float]]
@@ -264,13 +268,4 @@ def _draw_title(figure: Any, file: Path, records: list[dict[str, Any]]) -> None:
 def _name(metric: str) -> str:
     """valid_exact_match → Exact match; BLEU, chrF and CIDEr as their authors write them."""
     words = metric.removeprefix("valid_").replace("_", " ")
-    known = {
-        "expert load max": "most",
-        "expert load min": "least",
-        "bleu": "BLEU",
-        "chrf": "chrF",
-        "cider": "CIDEr",
-        "f1": "F1",
-        "bleu4": "BLEU-4",
-    }
-    return known.get(words.lower(), words[:1].upper() + words[1:])
+    return _NAMES.get(words.lower(), words[:1].upper() + words[1:])
