@@ -12,7 +12,7 @@ from regard.errors import UsageError
 from regard.foundation.language import localise
 
 from . import completion, terminal
-from .options import AsJson, argument, flag, option
+from .options import AsJson, ModelPath, argument, flag, option
 from .terminal import split_commas
 
 KINDS = (
@@ -22,11 +22,11 @@ KINDS = (
 
 
 def export(
-    model: Annotated[str, argument("MODEL", "A run, RUN@STEP, or a model directory.", completion.models)],
+    model: ModelPath,
     kind: Annotated[
         str, argument("KIND", f"{', '.join(KINDS)}; several separated by commas.", completion.choices(*KINDS))
     ],
-    path: Annotated[Path, argument("PATH", "The directory to write, completely or not at all.")],
+    path: Annotated[Path, argument("OUT", "The directory to write, completely or not at all.")],
     check: Annotated[
         Path | None, option("FILE", "Also compare the metric on a file of pairs, texts or labelled texts.")
     ] = None,
