@@ -196,7 +196,9 @@ def test_a_learner_starts_tries_asks_and_solves(
     assert said(capsys) == f"3.2 ✗ {exercise.mistakes[0].say.en}\n"
     for n in (1, 2, 2):
         assert main(["learn", "hint", "3.2"]) == 0
-        assert said(capsys) == f"{n}/2  {exercise.hints[n - 1].en}\n"
+        shown = capsys.readouterr()
+        assert shown.out == f"{n}/2  {exercise.hints[n - 1].en}\n"
+        assert ("That is the last hint" in shown.err) == (n == 2)
     assert main(["learn", "solution", "3.2"]) == 0
     file.write_text(said(capsys))
     assert main(["learn", "check", "3.2", "--json"]) == 0
