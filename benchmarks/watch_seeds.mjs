@@ -12,7 +12,7 @@ const REPEAT = { task: "repeat", positions: "learned", lr: 0.003 };
 const SETTINGS = {
   "as it opens": {}, "learned positions": { positions: "learned" }, "no causal mask": { causal: false }, "no division by √d": { scaled: false },
   "one head": { n_heads: 1 }, "four heads": { n_heads: 4 }, "learning rate 0.1": { lr: 0.1 }, "no positions": { positions: "none" },
-  "going on as before": { ...REPEAT, n_layers: 2 }, "…, one layer": { ...REPEAT, n_layers: 1 },
+  "continue a repetition": { ...REPEAT, n_layers: 2 }, "…, one layer": { ...REPEAT, n_layers: 1 },
 };
 
 const seeds = process.argv.slice(2).map(Number);

@@ -68,7 +68,7 @@ def test_flags_show_no_type(name: str, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*name.split(), "--help"]) == 0
     said = capsys.readouterr().out
     assert "--help" in said
-    assert "<bool>" not in said
+    assert re.findall(r"<[a-z]+[ \[\]a-zA-Z]*>|\{[a-z]+\}", said) == []  # no <int range>, no {source}
 
 
 @pytest.mark.parametrize("typed", [typed for rows in EXAMPLES.values() for typed, _ in rows])

@@ -144,7 +144,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["train", "lm", "data=a.png"], 1, "a.png은(는) 글이 아니라 PNG 이미지입니다"),
         (["generate", "runs/lms", "hi"], 3, "'runs/lms' 디렉터리가 없습니다"),
         (["generate", "runs/lms", "hi"], 3, ". 혹시 runs/lm인가요?"),
-        (["look", "gpt2", "hi"], 3, "gpt2은(는) 프리셋입니다. 학습: regard train TASK model=gpt2"),
+        (["look", "gpt2", "hi"], 3, "gpt2는 프리셋입니다. 학습: regard train TASK model=gpt2"),
         (["translate", "runs/lm", "hi"], 1, ". lm 과제의 모델입니다: regard generate runs/lm\n"),
         (["train", "--resume", "translator"], 3, "translator에 run.json이 없어 학습 실행이 아닙니다"),
         (["eval", "translator"], 1, "무엇으로 평가할지 data.source=…로 알려 주세요."),
@@ -234,6 +234,23 @@ def test_what_is_not_in_the_catalog_and_what_people_wrote_stays() -> None:
     assert format_rows([{"source": "data", "output": "x" * 9}], 18)[0] == "  입력  data", (
         "a sample is what people wrote"
     )
+
+
+@pytest.mark.parametrize(
+    ("english", "korean"),
+    [
+        ("f returns a tensor, where a value of type int is expected.", "텐서를 돌려주는데, int 형의 값이 와야"),
+        ("there is no exercise 9.3; regard learn lists them", "연습 문제 9.3은 없습니다"),
+        ("there is no exercise 9.2; regard learn lists them", "연습 문제 9.2는 없습니다"),
+        ("there is no exercise x; regard learn lists them", "연습 문제 x은(는) 없습니다"),
+        ("나무.ipynb is not a notebook", "나무.ipynb은(는) 노트북이"),
+        ("'3' is not divisible by 10", "10으로 나누어떨어지지"),
+        ("'3' is not divisible by 8", "8로 나누어떨어지지"),
+        ("이(가) is not a notebook", "이(가)는 노트북이"),
+    ],
+)
+def test_particles_follow_the_last_sound(english: str, korean: str) -> None:
+    assert korean in localise(english)
 
 
 def test_english_reads_no_catalog() -> None:

@@ -94,6 +94,10 @@ def loss_over_padding(logits: Any, targets: Any, pad_id: int) -> Any:
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def loss_of_wrong_shape(logits: Any, targets: Any, pad_id: int) -> Any:
+    return torch.nn.functional.cross_entropy(logits, targets)  # raised inside torch, but this is the learner's line
+
+
 def neighbours_rotated(x: Any, positions: Any) -> Any:
     d = x.shape[-1]
     freqs = torch.tensor([10000 ** (-2 * i / d) for i in range(d // 2)])
@@ -127,9 +131,12 @@ def own_words(logits: Any) -> Any:
         ("2.1", lambda q, k: q @ k.T / 7, "The numbers differ, most of all at ["),
         ("2.1", lambda q, k: (q @ k.T).flatten(), r"The shape is (15,), where (3, 5) is expected."),
         ("6.1", lambda x, weight, bias: x / 0 * 0, "There is NaN or infinity"),
-        ("2.4", lambda query, keys, values: [0.0], "returns 1 elements, where 2 are expected"),
+        ("2.4", lambda query, keys, values: [0.0], "attend_one returns [0], where ["),
+        ("1.1", lambda words: [["".join(word)] for word in words], "returns ['low'], where ['lo', 'w'] is right"),
+        ("7.4", lambda scores, log_probs: (scores, scores), "returns 2 values, where 3 are expected"),
         ("6.8", lambda step, d_model, warmup: 0.5, "returns 0.5, where"),
         ("5.1", lambda weights, d_weights: weights[9], "raised IndexError in line"),
+        ("6.6", loss_of_wrong_shape, f"raised RuntimeError in line {loss_of_wrong_shape.__code__.co_firstlineno + 1}:"),
     ],
 )
 def test_an_answer_in_other_words(number: str, answer: Callable[..., Any], says: str | None) -> None:
@@ -189,7 +196,9 @@ def test_a_learner_starts_tries_asks_and_solves(
     assert said(capsys) == f"3.2 ✗ {exercise.mistakes[0].say.en}\n"
     for n in (1, 2, 2):
         assert main(["learn", "hint", "3.2"]) == 0
-        assert said(capsys) == f"{n}/2  {exercise.hints[n - 1].en}\n"
+        shown = capsys.readouterr()
+        assert shown.out == f"{n}/2  {exercise.hints[n - 1].en}\n"
+        assert ("That is the last hint" in shown.err) == (n == 2)
     assert main(["learn", "solution", "3.2"]) == 0
     file.write_text(said(capsys))
     assert main(["learn", "check", "3.2", "--json"]) == 0

@@ -10,7 +10,7 @@ from PIL import Image
 
 from regard.models import Model
 
-from .photographs import IMAGES, LARGEST, PHOTOGRAPHS, film, take
+from .photographs import IMAGES, LARGEST, PHOTOGRAPHS, film, take, watch
 
 
 @pytest.mark.slow
@@ -37,3 +37,10 @@ def test_the_moving_picture_moves(models: dict[str, Model], browser: Any, tmp_pa
         assert file.stat().st_size < LARGEST
     for page in ("README.md", "README.ko.md"):
         assert "docs/images/explorer.webp" in (IMAGES.parents[1] / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_page_that_trains_can_be_taken(models: dict[str, Model], browser: Any, tmp_path: Path) -> None:
+    for file in (watch(models["en-ko"], tmp_path / "watch.png", browser), IMAGES / "watch.png"):
+        with Image.open(file) as picture:
+            assert picture.size == (1440, 900)

@@ -53,6 +53,7 @@ def _load_examples() -> dict[str, list[tuple[str, str]]]:
     return examples
 
 
+PLACEHOLDERS = {"int": "N", "float": "X", "str": "NAME", "dir": "DIR"}  # for the value of an option, by its type
 EXAMPLES = _load_examples()  # (command line, purpose) by command name; `regard` is the program itself
 
 
@@ -68,7 +69,7 @@ def epilog(name: str) -> str | None:
 
 
 class _LocalisedHelp:
-    """Help in the reader's language. Flags are shown without a type."""
+    """Help in the reader's language. Values of options have placeholders; flags and arguments show no type."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         for name in ("help", "short_help", "epilog", "rich_help_panel"):
@@ -83,8 +84,14 @@ class _LocalisedHelp:
     def get_params(self, ctx: Any) -> list[Any]:
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # as above
         for param in params:
-            if getattr(param, "is_flag", False) and param.metavar is None:
-                param.metavar = ""
+            kind = (
+                str(param.display_type(ctx)) if hasattr(param, "display_type") else ""
+            )  # <int range>, from typer 0.25
+            if param.param_type_name == "argument":
+                param.display_type_rich = lambda ctx: None  # its name says what it is
+            elif param.metavar is None:
+                is_flag = getattr(param, "is_flag", False)
+                param.metavar = "" if is_flag else PLACEHOLDERS.get(kind.strip("<>").removesuffix(" range"))
             for name in ("help", "show_default"):
                 if isinstance(text := getattr(param, name, None), str):
                     setattr(param, name, localise(text))

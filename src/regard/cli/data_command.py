@@ -11,7 +11,7 @@ import typer
 from regard.errors import UsageError, silence_warnings
 
 from . import completion, terminal
-from .options import AsJson, Words, flag, option
+from .options import AsJson, Words, argument, flag, option
 
 if TYPE_CHECKING:
     from regard.config import DataConfig
@@ -31,9 +31,7 @@ _MAX_IMAGES = 5_000
 def describe(
     source: Annotated[
         str,
-        typer.Argument(
-            help="An embedded corpus, a file, two files a,b, a folder, or hf:name.", autocompletion=completion.sources
-        ),
+        argument("SOURCE", "An embedded corpus, a file, two files a,b, a folder, or hf:name.", completion.sources),
     ],
     words: Words = None,
     tokenizer: Annotated[
@@ -114,7 +112,7 @@ def _train_tokenizers(source: Source, kind: str, config: DataConfig) -> tuple[To
 
 def info(
     directory: Annotated[
-        Path, typer.Argument(help="A model directory of regard or Hugging Face.", autocompletion=completion.models)
+        Path, argument("MODEL", "A run, or a model directory of regard or Hugging Face.", completion.models)
     ],
     verify: Annotated[bool, flag("--verify/--no-verify", "Compare every file with manifest.json.")] = True,
     allow_pickle: Annotated[

@@ -44,7 +44,7 @@ def demo(
 ) -> None:
     """Train a translator here, test it on unseen combinations, look inside, ship it, explore it: about 7 minutes.
 
-    Run the same command again to resume a stopped demo. Words change the recipe, as in `regard train`.
+    Run the same command again to resume a stopped demo. Fields change the recipe, as in `regard train`.
     """
     from rich.console import Console
 

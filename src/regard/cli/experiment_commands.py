@@ -129,10 +129,10 @@ def _parse_words(words: list[str] | None, command: str) -> tuple[dict[str, Any],
 @bench_app.command("attention")
 def attention(
     lengths: Annotated[
-        str, typer.Option(help="Sequence lengths to measure, separated by commas.")
+        str, typer.Option(metavar="N,…", help="Sequence lengths to measure, separated by commas.")
     ] = "512,1024,2048,4096,8192",
     mechanisms: Annotated[
-        str | None, option(None, "Mechanisms to measure, separated by commas; all of them unless given.")
+        str | None, option("NAME,…", "Mechanisms to measure, separated by commas; all of them unless given.")
     ] = None,
     heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 8,
     width: Annotated[int, typer.Option(min=1, help="Width of one head.")] = 64,
@@ -166,9 +166,11 @@ def generate(
         str,
         argument("MODEL", "A run, a model directory, or a preset with random weights.", completion.presets_or_models),
     ],
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8",
-    beam: Annotated[str, typer.Option(help="Beam widths, separated by commas; 1 is greedy.")] = "1,4",
-    weights: Annotated[str, typer.Option(help="fp32, bf16 or int8, separated by commas.")] = "fp32,int8",
+    batch: Annotated[str, typer.Option(metavar="N,…", help="Batch sizes, separated by commas.")] = "1,8",
+    beam: Annotated[str, typer.Option(metavar="K,…", help="Beam widths, separated by commas; 1 is greedy.")] = "1,4",
+    weights: Annotated[
+        str, typer.Option(metavar="TYPE,…", help="fp32, bf16 or int8, separated by commas.")
+    ] = "fp32,int8",
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt or a source.")] = 16,
     new: Annotated[int, typer.Option(min=2, help="Tokens to generate.")] = 64,
     device: Device = "auto",
@@ -195,7 +197,7 @@ def bench_training(
     batch: Annotated[int, typer.Option(min=1, help="Texts per step.")] = 8,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a text, and of its source.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Steps whose median is taken.")] = 10,
-    peers: Annotated[str, typer.Option(help="regard, torch, transformers, separated by commas.")] = (
+    peers: Annotated[str, typer.Option(metavar="NAME,…", help="regard, torch, transformers, separated by commas.")] = (
         "regard,torch,transformers"
     ),
     device: Device = "auto",
@@ -203,7 +205,7 @@ def bench_training(
 ) -> None:
     """Measure a training step, compared with plain torch and transformers.
 
-    Words change the model (model.n_layers=4), the precision (train.precision=bf16) and compilation (train.compile=on).
+    Fields change the model (model.n_layers=4), the precision (train.precision=bf16) and compilation (train.compile=on).
     """
     from regard.config import TrainConfig
     from regard.experiments.bench_train import CONTENDERS, bench_train
@@ -224,9 +226,11 @@ def bench_training(
 @bench_app.command("serve")
 def bench_server(
     target: Annotated[str, argument("URL_OR_RUN", "A server, or a run or directory to serve.", completion.models)],
-    clients: Annotated[str, typer.Option(help="Numbers of concurrent clients, separated by commas.")] = "1,8,32",
+    clients: Annotated[
+        str, typer.Option(metavar="N,…", help="Numbers of concurrent clients, separated by commas.")
+    ] = "1,8,32",
     requests: Annotated[int, typer.Option(min=1, help="Requests for each number of clients.")] = 64,
-    prompts: Annotated[Path | None, option("F", "A prompt or source on each line.")] = None,
+    prompts: Annotated[Path | None, option("FILE", "A prompt or source on each line.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of tokens per response.")] = 32,
     beams: Annotated[
         int | None, option("K", "Search with beams at /v1/translate; otherwise texts are streamed.", least=1)
@@ -236,7 +240,7 @@ def bench_server(
         str | None,
         typer.Option(envvar="REGARD_API_KEY", metavar="KEY", help="API key of the server.", show_default=False),
     ] = None,
-    out: Annotated[Path | None, option("F", "Also write the results to this file, as JSON.")] = None,
+    out: Annotated[Path | None, option("FILE", "Also write the results to this file, as JSON.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -264,7 +268,7 @@ def bench_server(
 
 
 def cost(
-    config: Annotated[str, argument("CONFIG", "A model preset, a run, or a model directory.")],
+    config: Annotated[str, argument("MODEL", "A model preset, a run, or a model directory.")],
     words: Words = None,
     batch: Annotated[int, typer.Option(help="Texts or images per batch.")] = 1,
     length: Annotated[
@@ -276,13 +280,13 @@ def cost(
     device: Annotated[
         str, typer.Option(help="Device with its speed and memory: h200, a100, rtx4090, … or cpu (measured).")
     ] = "h200",
-    cache: Annotated[str, typer.Option(help="Type of the KV cache: fp32, bf16 or int8.")] = "bf16",
+    cache: Annotated[str, typer.Option(metavar="TYPE", help="Type of the KV cache: fp32, bf16 or int8.")] = "bf16",
     plot: Annotated[Path | None, option("FILE", "Draw it: .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict what a model costs: parameters, operations, memory, cache, and the least time a device needs.
 
-    Words change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
+    Fields change the model (model.n_layers=4) and how it is trained (train.optimiser=muon train.checkpointing=true).
     """
     model_fields, train_fields = _parse_words(words, "regard cost")
     from regard.experiments.cost import cost as compute_cost

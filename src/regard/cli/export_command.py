@@ -11,7 +11,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion, terminal
-from .options import AsJson, argument, flag, option
+from .options import AsJson, ModelPath, argument, flag, option
 from .terminal import split_commas
 
 KINDS = (
@@ -21,11 +21,11 @@ KINDS = (
 
 
 def export(
-    model: Annotated[str, argument("MODEL", "A run, RUN@STEP, or a model directory.", completion.models)],
+    model: ModelPath,
     kind: Annotated[
         str, argument("KIND", f"{', '.join(KINDS)}; several separated by commas.", completion.choices(*KINDS))
     ],
-    path: Annotated[Path, argument("PATH", "The directory to write, completely or not at all.")],
+    path: Annotated[Path, argument("OUT", "The directory to write, completely or not at all.")],
     check: Annotated[
         Path | None, option("FILE", "Also compare the metric on a file of pairs, texts or labelled texts.")
     ] = None,

@@ -51,7 +51,7 @@ _SEARCH_OPTIONS = (  # options of `regard generate` that are named like the fiel
 def generate(
     ctx: typer.Context,
     model: ModelPath,
-    prompt: Annotated[str | None, argument("PROMPT", "Or --file, or text piped in.")] = None,
+    prompt: Annotated[str | None, argument("PROMPT", "Given here, with --file, or as text piped in.")] = None,
     file: RecordsFile = None,
     lines: Annotated[bool, flag("--lines", "Each line of the file or the pipe is a prompt.")] = False,
     column: Column = None,
@@ -219,12 +219,12 @@ _ENGINES = ("torch", "onnx", "ctranslate2")
 def translate(
     ctx: typer.Context,
     model: ModelPath,
-    texts: Annotated[list[str] | None, argument("TEXT", "Or --file, or lines piped in.")] = None,
+    texts: Annotated[list[str] | None, argument("TEXT", "Given here, with --file, or as lines piped in.")] = None,
     file: RecordsFile = None,
     column: Column = None,
     stream: Stream = False,
     encoding: Encoding = "auto",
-    beam: Annotated[int, typer.Option(min=1, metavar="K", help="Number of beams.")] = 4,
+    beam: Annotated[int, typer.Option(min=1, metavar="K", help="Beam width; 1 is greedy.")] = 4,
     length_penalty: LengthPenalty = None,
     n_best: Annotated[
         int | None, option("N", "Translations per text, best first, each preceded by its score.", least=1)
@@ -238,7 +238,7 @@ def translate(
         str | None, typer.Option("--to", metavar="LANG", help="The language to translate into.")
     ] = None,
     glossary: Annotated[
-        Path | None, option("F", "Terms to use: on each line a source term, a tab, its translation.")
+        Path | None, option("FILE", "Terms to use: on each line a source term, a tab, its translation.")
     ] = None,
     max_new_tokens: NewTokens = None,
     truncate: Truncate = False,
@@ -333,7 +333,10 @@ def _ctranslate2_translator(path: str, options: dict[str, Any]) -> tuple[Answere
 def classify(
     ctx: typer.Context,
     model: ModelPath,
-    inputs: Annotated[list[str] | None, argument("TEXT_OR_IMAGE", "Or a folder, --file, or lines piped in.")] = None,
+    inputs: Annotated[
+        list[str] | None,
+        argument("TEXT_OR_IMAGE", "Given here (or a folder of images), with --file, or as lines piped in."),
+    ] = None,
     second: Annotated[str | None, option("TEXT", "The second text of a pair; for a table, use --column A,B.")] = None,
     file: RecordsFile = None,
     column: Column = None,

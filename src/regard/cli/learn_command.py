@@ -125,6 +125,10 @@ def hint(number: Number) -> None:
     exercise = _find(number)
     step, text = next_hint(exercise)
     print(f"{step}/{len(exercise.hints)}  {text}")
+    if step == len(exercise.hints):
+        terminal.progress(
+            localise(f"That is the last hint; a solution, after an attempt: regard learn solution {number}")
+        )
 
 
 @learn_app.command("solution")

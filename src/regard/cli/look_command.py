@@ -37,13 +37,13 @@ def look(
     experts: Annotated[bool, flag("--experts", "List the experts that each token is routed to.")] = False,
     words: Annotated[bool, flag("--words", "Merge sub-words into words.")] = False,
     specials: Annotated[bool, flag("--specials/--no-specials", "Show special tokens.")] = True,
-    out: Annotated[Path | None, option("F", f"Write a file: {', '.join(_SUFFIXES)}.")] = None,
+    out: Annotated[Path | None, option("FILE", f"Write a file: {', '.join(_SUFFIXES)}.")] = None,
     score: Annotated[bool, flag("--score", "Score attention on examples whose alignment is known.")] = False,
     compare: Annotated[
         str | None, option("MODEL", "Compare its heads with those of another model.", complete=completion.models)
     ] = None,
     history: Annotated[
-        bool, flag("--history", "Show when heads learnt their patterns, over a run's checkpoints.")
+        bool, flag("--history", "Show when heads learned their patterns, over a run's checkpoints.")
     ] = False,
     device: Device = "auto",
     dtype: Dtype = None,
@@ -206,11 +206,13 @@ def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) 
 
 def circuit(
     model: ModelPath,
-    task: Annotated[str, argument("FILE", "A table of prompts: clean, corrupted, answer, wrong; or `repeats`.")],
+    task: Annotated[
+        str, argument("FILE", "A table of prompts: clean, corrupted, answer, wrong; or the embedded corpus `repeats`.")
+    ],
     faithfulness: Annotated[float, typer.Option(metavar="X", help="Share of the behaviour to explain.")] = 0.85,
     pairs: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of pairs to read.")] = 16,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps between corrupted and clean embeddings.")] = 5,
-    out: Annotated[Path | None, option("F", "Draw it: .png, .svg or .pdf.")] = None,
+    out: Annotated[Path | None, option("FILE", "Draw it: .png, .svg or .pdf.")] = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -233,7 +235,7 @@ def circuit(
 def lens(
     model: ModelPath,
     texts: Annotated[str, argument("FILE", "Texts to learn from, one per line; or an embedded corpus.")],
-    out: Annotated[Path | None, option("F", "Write the lens here: .safetensors.")] = None,
+    out: Annotated[Path | None, option("FILE", "Write the lens here: .safetensors.")] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Training steps.")] = 200,
     limit: Annotated[int, typer.Option(metavar="N", min=2, help="Maximum number of texts to read.")] = 2000,
     device: Device = "auto",

@@ -35,15 +35,17 @@ def flag(name: str, help: str) -> Any:
 AsJson = Annotated[bool, flag("--json", "Print one JSON document instead of the text.")]
 Words = Annotated[
     list[str] | None,
-    argument("WORDS", "Overrides as section.field=value; see `regard train --fields`.", completion.words),
+    argument("FIELD=VALUE", "Fields to set, as section.field=value; see `regard train --fields`.", completion.words),
 ]
-ModelPath = Annotated[str, argument("MODEL", "A model directory or a run.", completion.models)]
+ModelPath = Annotated[str, argument("MODEL", "A run, RUN@STEP, or a model directory.", completion.models)]
 RecordsFile = Annotated[
-    Path | None, option("F", "Lines of text, a table (.csv, .tsv, .jsonl, .parquet) or a folder of images.")
+    Path | None, option("FILE", "Lines of text, a table (.csv, .tsv, .jsonl, .parquet) or a folder of images.")
 ]
 Column = Annotated[str | None, option("NAME", "The column of the table to read; for pairs, two: A,B.")]
 Encoding = Annotated[str, typer.Option(help="Encoding of the file; auto detects UTF-8, UTF-16 and CP949.")]
-Out = Annotated[Path | None, option("F", "Write to this file; a table keeps its columns and gets new ones. Resumable.")]
+Out = Annotated[
+    Path | None, option("FILE", "Write to this file; a table keeps its columns and gets new ones. Resumable.")
+]
 On = Annotated[str, typer.Option(metavar="PLACE", help="local, ray (this machine's cluster) or ray://HOST:PORT.")]
 Jobs = Annotated[
     int | None, option("N", "Number of processes that answer a file.", least=1, default="1; on Ray one per core")
@@ -61,8 +63,8 @@ ModelEngine = Annotated[
     str,
     typer.Option(help="Engine that runs the model: torch, onnx.", autocompletion=completion.choices("torch", "onnx")),
 ]
-Beam = Annotated[int | None, option("K", "Number of beams.", least=1)]
-LengthPenalty = Annotated[float | None, option("A", "α in log P / length^α.")]
+Beam = Annotated[int | None, option("K", "Beam width; 1 is greedy.", least=1)]
+LengthPenalty = Annotated[float | None, option("A", "Length penalty: α in log P / length^α.")]
 NewTokens = Annotated[int | None, option("N", "Maximum number of new tokens.", least=1)]
 Truncate = Annotated[bool, flag("--truncate", "Truncate texts that are too long, instead of failing.")]
 

@@ -28,12 +28,12 @@ from .options import (
 
 def embed(
     model: ModelPath,
-    texts: Annotated[list[str] | None, argument("TEXT", "Or --file, or lines piped in.")] = None,
+    texts: Annotated[list[str] | None, argument("TEXT", "Given here, with --file, or as lines piped in.")] = None,
     file: RecordsFile = None,
     column: Column = None,
     encoding: Encoding = "auto",
     out: Annotated[
-        Path | None, option("F", "Write to this file: .npy, an array with a row per text, or .jsonl.")
+        Path | None, option("FILE", "Write to this file: .npy, an array with a row per text, or .jsonl.")
     ] = None,
     prompt: Annotated[str | None, option("NAME", "A prompt of the model to put before each text.")] = None,
     device: Device = "auto",
@@ -97,7 +97,9 @@ def index(
 
 def answer(
     model: ModelPath,
-    questions: Annotated[list[str] | None, argument("QUESTION", "Or --file, or lines piped in.")] = None,
+    questions: Annotated[
+        list[str] | None, argument("QUESTION", "Given here, with --file, or as lines piped in.")
+    ] = None,
     index: Annotated[Path | None, option("DIR", "The index to look passages up in, from `regard index`.")] = None,
     passage: Annotated[list[str] | None, option("TEXT", "Read this passage instead; repeatable.")] = None,
     passages: Annotated[int, typer.Option(min=1, metavar="N", help="Number of passages to read from the index.")] = 5,

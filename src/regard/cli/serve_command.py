@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from regard.serving.serve_config import ServeConfig
 
 ServedModels = Annotated[list[str] | None, argument("RUN", "Runs or model directories.", completion.models)]
-Host = Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.")]
+Host = Annotated[str, typer.Option(metavar="ADDRESS", help="The address to listen on; 0.0.0.0 lets other machines in.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free one.")]
 OpenBrowser = Annotated[
     bool | None,
     typer.Option("--open/--no-open", help="Open the browser; the default in a terminal.", show_default=False),
 ]
 Waiting = Annotated[int, typer.Option(min=1, help="Maximum number of queued requests.")]
-KeysFile = Annotated[Path | None, option("F", "Accept only the keys in this file; --new-key adds one.")]
+KeysFile = Annotated[
+    Path | None, option("FILE", "Accept only the keys in this file; `regard serve --new-key` adds one.")
+]
 OneKey = Annotated[
     str | None,
     typer.Option(
@@ -32,19 +34,19 @@ OneKey = Annotated[
     ),
 ]
 NoKey = Annotated[bool, typer.Option("--no-api-key", help="Require no key, even if --host lets other machines in.")]
-ConfigFile = Annotated[Path | None, option("F", "A YAML file with these options: models, port, keys …")]
+ConfigFile = Annotated[Path | None, option("FILE", "A YAML file with these options: models, port, keys …")]
 AllowOrigin = Annotated[
     list[str] | None, option("URL", "Allow requests from pages of this site, https://example.org; * for any.")
 ]
 AllowHost = Annotated[list[str] | None, option("NAME", "Another host name of this server, such as behind a proxy.")]
-TlsCert = Annotated[Path | None, option("F", "Serve HTTPS with this certificate (PEM).")]
-TlsKey = Annotated[Path | None, option("F", "The certificate's private key.")]
-AccessLog = Annotated[str | None, option("F", "Log each request as a line of JSON, without texts; - is stdout.")]
+TlsCert = Annotated[Path | None, option("FILE", "Serve HTTPS with this certificate (PEM).")]
+TlsKey = Annotated[Path | None, option("FILE", "The certificate's private key.")]
+AccessLog = Annotated[str | None, option("FILE", "Log each request as a line of JSON, without texts; - is stdout.")]
 LogTexts = Annotated[bool, flag("--log-texts", "Log requests and responses with their texts.")]
 ServingEngine = Annotated[
     str,
     typer.Option(
-        help="With --api, the engine: torch, onnx, ctranslate2.",
+        help="Engine that runs the models of the API: torch, onnx, ctranslate2.",
         autocompletion=completion.choices("torch", "onnx", "ctranslate2"),
     ),
 ]

@@ -11,7 +11,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion, terminal
-from .options import AsJson, Beam, Column, Device, Encoding, Words, argument, flag, option
+from .options import AsJson, Beam, Column, Device, Encoding, ModelPath, Words, argument, flag, option
 from .terminal import without_none
 
 Style = Literal["auto", "json", "quiet"]
@@ -33,7 +33,7 @@ def train(
         str | None, option(None, "Start from this recipe; --list shows them.", complete=completion.recipes)
     ] = None,
     config: Annotated[
-        Path | None, option("FILE", "Read fields from a .yaml, .toml or .json file; words override it.")
+        Path | None, option("FILE", "Read fields from a .yaml, .toml or .json file; fields typed here override it.")
     ] = None,
     save_config: Annotated[
         Path | None, option("FILE", "Write every field of the run to this file, then train.")
@@ -128,7 +128,7 @@ def _print_once(result: Any, as_json: bool) -> None:
 
 
 def evaluate(
-    path: Annotated[str, argument("RUN_OR_DIR", "A run, RUN@STEP, or a model directory.", completion.models)],
+    path: ModelPath,
     words: Words = None,
     against: Annotated[
         str | None,

@@ -104,8 +104,8 @@ def _call(function: Answer, inputs: Sequence[Any]) -> CallOutcome:
     try:
         value = function(*arguments)
     except Exception as error:  # an answer may raise anything
-        frames = traceback.extract_tb(error.__traceback__)
-        line = next((frame.lineno for frame in reversed(frames) if frame.filename != __file__), None)
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+        line = next((x.lineno for x in reversed(frames) if x.filename == frames[0].filename), None)  # not one of torch
         return CallOutcome(Raised(type(error).__name__, " ".join(str(error).split())[:200], line))
     return CallOutcome(value, any(not same(now, before) for now, before in zip(arguments, inputs, strict=True)))
 
@@ -181,7 +181,9 @@ def _difference(name: str, got: Any, expected: Any) -> str | None:
 
     if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
         if len(got) != len(expected):
-            return f"{name} returns {len(got)} elements, where {len(expected)} are expected."
+            if any(isinstance(x, torch.Tensor) for x in (*got, *expected)):
+                return f"{name} returns {len(got)} values, where {len(expected)} are expected."
+            return f"{name} returns {_short(got)}, where {_short(expected)} is right."
         differences = (_difference(name, *pair) for pair in zip(got, expected, strict=True))
         return next((sentence for sentence in differences if sentence is not None), None)
     if same(got, expected):
@@ -208,7 +210,8 @@ def _kind(x: Any) -> str:
 
 
 def _short(x: Any) -> str:
-    text = f"{x:.4g}" if isinstance(x, float) else repr(x)
+    inside = ", ".join(map(_short, x)) if isinstance(x, list) else ""
+    text = f"[{inside}]" if inside else f"{x:.4g}" if isinstance(x, float) else repr(x)
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 LANGUAGES = ("en", "ko")
 _VARIABLES = ("REGARD_LANG", "LC_ALL", "LC_MESSAGES", "LANG")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_PARTICLE = re.compile(r"\{(\w+)\}(\W*)(이\(가\)|을\(를\)|은\(는\)|\(으\)로)")
 _NUMBER = r"[-\d][\d,.]*(?: \w)?"  # what {n} and {total} stand for
 
 
@@ -72,8 +73,25 @@ def _localise_line(line: str, catalog: Catalog) -> str:
         if match := pattern.fullmatch(text):
             # A variable part may be a sentence with its own entry; a single word is a name.
             values = {name: _localise_line(x, catalog) if " " in x else x for name, x in match.groupdict().items()}
-            return before + korean.format(**values) + after
+            return before + _choose_particles(korean, values).format(**values) + after
     clauses = text.split("; ")
     localised = [_localise_line(clause, catalog) for clause in clauses] if len(clauses) > 1 else clauses
     is_known = all(one != other for one, other in zip(clauses, localised, strict=True))
     return f"{before}{'; '.join(localised)}{after}" if is_known else line
+
+
+def _choose_particles(korean: str, values: dict[str, str]) -> str:
+    """Particles for values that end with a syllable or a digit: {x}이(가) is {x}가 for 텐서, {x}이 for 3."""
+
+    def choose(match: re.Match[str]) -> str:
+        name, between, particle = match.groups()
+        last = values[name].rstrip("'\"’”»)]}")[-1:]
+        read = "영일이삼사오육칠팔구"[int(last)] if last in "0123456789" and last else last
+        if not "가" <= read <= "힣":
+            return match[0]
+        final = (ord(read) - ord("가")) % 28  # the final consonant, 0 without one, 8 for ㄹ
+        if particle == "(으)로":
+            return f"{{{name}}}{between}{'로' if final in (0, 8) else '으로'}"
+        return f"{{{name}}}{between}{particle[0] if final else particle[2]}"
+
+    return _PARTICLE.sub(choose, korean)

@@ -1,4 +1,4 @@
-"""The pattern scores of heads over the checkpoints of a run: when each head learnt its pattern.
+"""The pattern scores of heads over the checkpoints of a run: when each head learned its pattern.
 
 Every checkpoint reads the same texts, by default random tokens repeated once, and its heads get the scores of
 ``lens.patterns``. A head is born at the first checkpoint from which its score stays above a threshold. The induction
