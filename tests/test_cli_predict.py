@@ -371,3 +371,23 @@ def test_a_column_of_a_file_of_lines_is_told_which_names_are_tables(
     file.write_text("a cat\teine Katze\n", encoding="utf-8")
     said = refused(capsys, 2, "translate", models["translator"], "--file", file, "--column", "0")
     assert f"{file} has no columns: by its name it is read as lines, not as a table (.csv, .tsv," in said
+
+
+@pytest.mark.parametrize("command", ["classify", "translate", "caption", "generate"])
+def test_an_ending_that_is_no_table_we_write_is_refused_before_anything(
+    command: str, reviews: Path, tmp_path: Path, capsys: Said
+) -> None:
+    """Lines of text in a file called x.xlsx would be answers that no program opens."""
+    (lines := tmp_path / "lines.en").write_text("the cat sat\na dog ran\n", encoding="utf-8")
+    endings = "it may end in .csv, .tsv, .jsonl, .ndjson, .parquet, .txt\n"
+    for source, name in ((reviews, "x.xlsx"), (reviews, "x.CSW"), (lines, "x.xlsx"), (lines, "x.json")):
+        out = tmp_path / name
+        err = refused(capsys, 2, command, tmp_path / "no-model", "--file", source, "--out", out)
+        assert err == f"regard: --out {out} ends in {out.suffix}; {endings}"
+
+
+def test_lines_go_to_a_file_of_any_other_name(models: dict[str, Path], tmp_path: Path) -> None:
+    (lines := tmp_path / "lines.en").write_text("the cat sat\na dog ran\n", encoding="utf-8")
+    for name in ("news.ko", "news", "news.TXT"):
+        assert run("translate", models["translator"], "--file", lines, "--out", tmp_path / name) == 0
+        assert len((tmp_path / name).read_text(encoding="utf-8").splitlines()) == 2

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["BadData", "BadLine", "BadModelFile", "Diverged", "RegardError", "UsageError"]
+__all__ = ["BadData", "BadLine", "BadModelFile", "BadOutput", "Diverged", "RegardError", "UsageError"]
 
 
 class RegardError(Exception):
@@ -50,6 +50,10 @@ class BadData(RegardError):
     def __init__(self, message: str, lines: tuple[BadLine, ...] = (), n_bad: int = 0) -> None:
         super().__init__(message)
         self.lines, self.n_bad = lines, n_bad
+
+
+class BadOutput(RegardError, ValueError):
+    """A model whose output is NaN or infinite, whatever its input."""
 
 
 class Diverged(RegardError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 import logging
@@ -146,6 +147,81 @@ def test_one_document_is_cut_near_its_end_and_a_folder_of_documents_by_hash(tmp_
         write(tmp_path / "many" / f"{n}.txt", f"document {n}")
     many = open_source(tmp_path / "many", valid_rows=7)
     assert (len(many.train), len(many.valid)) == (23, 7)
+
+
+# -------------------------------------------------------------------------------- Parquet
+
+
+def parquet(path: Path, columns: dict[str, list[Any]], **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pytest.importorskip("pyarrow.parquet").write_table(pytest.importorskip("pyarrow").table(columns), path, **options)
+    return path
+
+
+def test_parquet_is_read_as_other_tables_are(tmp_path: Path) -> None:
+    """Pairs by known names, by the columns that are asked for, nested, in several files, in folders, and in tables."""
+    ours = {"n": [1, 2, 3], "source": [p.source for p in PAIRS], "target": [p.target for p in PAIRS]}
+    path = parquet(tmp_path / "p.parquet", ours, row_group_size=2)
+    assert whole(path) == whole(path, columns=("source", "target")) == whole(path, columns=(1, 2)) == PAIRS
+    assert whole(parquet(tmp_path / "n.parquet", {"translation": [{"en": p[1], "ko": p[2]} for p in rows()]})) == PAIRS
+    more = write(tmp_path / "more.csv", "source,target\nNo.,아니.\n")
+    assert whole([path, more]) == [*PAIRS, Pair("No.", "아니.")]
+    parts = [parquet(tmp_path / f"both/{part}.parquet", ours) for part in ("train", "valid")]
+    assert [list(open_source(tmp_path / "both").valid), list(open_source(path, valid=parts[1]).valid)] == [PAIRS] * 2
+    for column in ("ko", "ko.more", 3):
+        with pytest.raises(ValueError, match=rf"columns has '?{column}'?, but .* has the columns n, source, target"):
+            open_source(path, columns=("source", column))
+    with pytest.raises(ValueError, match="has the fields n, en, ko; say which to use"):
+        open_source(parquet(tmp_path / "odd.parquet", dict(zip(("n", "en", "ko"), ours.values(), strict=True))))
+
+
+def rows() -> list[tuple[int, str, str]]:
+    return [(number, pair.source, pair.target) for number, pair in enumerate(PAIRS)]
+
+
+def test_labels_documents_and_captions_from_parquet(tmp_path: Path) -> None:
+    """Numbers and dates are text, a list may hold captions, and only the columns that are used are read."""
+    labelled = {"text": ["good film", "bad film"] * 4, "label": [1, 0] * 4, "score": [0.5] * 8}
+    source = open_source(parquet(tmp_path / "l.parquet", labelled), valid_fraction=0.0)
+    assert (source.labels, source.train[0]) == (("0", "1"), Labelled("good film", 1))
+    scored = open_source(tmp_path / "l.parquet", columns=("text", "score"), problem_type="regression")
+    assert scored.train[0] == Labelled("good film", 0.5)
+    days = [datetime.date(2024, 1, n) for n in (1, 2)]
+    assert whole(parquet(tmp_path / "t.parquet", {"text": ["a", "b"]})) == [Text("a"), Text("b")]
+    assert whole(parquet(tmp_path / "d.parquet", {"source": days, "target": ["x", "y"]}))[0] == Pair("2024-01-01", "x")
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    captions = {"image": ["a.png", "b.png"], "captions": [["one", "two"], ["three"]], "pixels": [b"x" * 99] * 2}
+    assert [x.captions for x in whole(parquet(tmp_path / "c.parquet", captions))] == [("one", "two"), ("three",)]
+    described = describe(source).to_dict()
+    assert (described["kind"], described["labels"], described["bad_lines"]["read"]) == ("labelled", {"0": 4, "1": 4}, 8)
+
+
+def test_bad_rows_of_parquet_are_named_and_a_damaged_file_is(tmp_path: Path) -> None:
+    pairs = {"source": ["a", None, "  ", "d" * 200, "e\u0301"], "target": ["x", "y", "z", "w", "v"]}
+    path = parquet(tmp_path / "p.parquet", pairs)
+    with pytest.raises(BadData) as caught:
+        open_source(path, max_chars=100)
+    reasons = {2: "missing field: 'source'", 3: "empty: column 1 of 2", 4: "text too long: column 1 of 2"}
+    assert {line.line: line.reason for line in caught.value.lines} == reasons
+    assert whole(path, max_chars=100, bad_lines="skip") == [Pair("a", "x"), Pair("é", "v")]
+    with pytest.raises(BadData, match="not a text: 'text' is bytes"):
+        open_source(parquet(tmp_path / "b.parquet", {"text": [b"\xff\xfe"]}))
+    damaged = write(tmp_path / "damaged.parquet", path.read_bytes()[:-20])
+    with pytest.raises(BadData, match="cannot be read as Parquet"):
+        open_source(damaged)
+    with pytest.raises(BadData, match=r"is a Parquet table, which must be named \.parquet, not a text file"):
+        open_source(write(tmp_path / "p.tsv", path.read_bytes()))
+
+
+def test_training_on_parquet_without_its_library_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(
+        RegardError, match=r"Parquet needs pyarrow, which is not installed: pip install 'regard\[data\]'"
+    ):
+        open_source(write(tmp_path / "x.parquet", b"PAR1"))
 
 
 # -------------------------------------------------------------------------------- bad lines

@@ -328,15 +328,17 @@ def test_nan_logits_fail_their_text_alone(
     monkeypatch.setattr("regard.serving.text_batches.open_slots", slots)
     model, gate = language_model(max_len=64), threading.Event()
     with torch.no_grad():
-        model.embeddings.position.weight[32] = torch.nan  # type: ignore[union-attr, index]
+        model.embeddings.position.weight[20] = torch.nan  # type: ignore[union-attr, index]
     scheduler = schedule(model)
-    wanted = Asked(scheduler, [5, 6], max_new_tokens=20, **fields).tokens()
+    wanted = Asked(scheduler, [5, 6], max_new_tokens=10, **fields).tokens()
     scheduler.run(gate.wait)
-    short, long = (Asked(scheduler, row, max_new_tokens=20, **fields) for row in ([5, 6], [5] * 31))
+    short, long = (Asked(scheduler, row, max_new_tokens=10, **fields) for row in ([5, 6], [5] * 19))
     gate.set()
     with pytest.raises(ValueError, match="logits are NaN"):
         long.wait()
     assert short.tokens() == wanted
+    again = [Asked(scheduler, [5, 6], max_new_tokens=10, **fields) for _ in range(2)]  # where there was NaN
+    assert [each.tokens() for each in again] == [wanted, wanted]
 
 
 def test_a_request_that_is_too_wide_is_told_how_many_run(schedule: Callable[..., Scheduler]) -> None:
@@ -375,6 +377,40 @@ def test_the_captured_pass_reads_what_the_plain_one_reads(name: str) -> None:
                 torch.testing.assert_close(other.keys(), one.keys(), rtol=1e-5, atol=1e-5)
                 if not model.is_decoder_only:
                     torch.testing.assert_close(other.memory(), one.memory(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"positions": "alibi"}, {"window": 16}, {"mixer": "mamba2"}])
+def test_log_p_of_a_prompt_whatever_else_is_read(fields: dict[str, Any], schedule: Callable[..., Scheduler]) -> None:
+    """That of the model's own pass, few logits at a time; in rows, with the same bits after a prompt that it shares."""
+    model = language_model(**{"max_len": 400, **fields})
+    rows, most = [[5, 6, 7] * 100, [5, 6, 7] * 100 + [8], [9] * 20], 0
+    config = merge_config(model, None, {"max_new_tokens": 2})
+    scheduler = schedule(model)
+
+    def count(_: Any, inputs: tuple[torch.Tensor], __: Any) -> None:
+        nonlocal most
+        most = max(most, inputs[0].shape[:-1].numel())
+
+    def readings() -> list[PromptReading]:
+        return [scheduler.new_reading(read_inputs(model, [row], config), config, n_top=2) for row in rows]
+
+    model.head.register_forward_hook(count)  # type: ignore[union-attr]
+    with inference(model):
+        reader, together, alone = PromptReader(model), readings(), readings()
+        while unread := [each for each in together if not each.is_read]:
+            assert not reader.read(unread)
+        for reading in alone:
+            while not reading.is_read:
+                assert not reader.read([reading])
+        assert most <= 64
+        for row, one, other in zip(rows, together, alone, strict=True):
+            exact = model(torch.tensor([row])).log_softmax(-1)[0, :-1]
+            own, best = exact.gather(1, torch.tensor(row[1:])[:, None])[:, 0], exact.topk(2)
+            assert one.log_probs == other.log_probs
+            assert one.log_probs[0].value is None
+            assert [each.value for each in one.log_probs[1:]] == pytest.approx(own.tolist(), abs=1e-4)
+            tops = [value for each in one.log_probs[1:] for _, value in each.top]
+            assert tops == pytest.approx(best.values.flatten().tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["decoder", "translator"])

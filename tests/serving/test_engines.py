@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import torch
 
-from generation.spoken import LINES, translator
+from generation.spoken import LINES, language_model, translator
 from regard.export.ctranslate2_export import export_ctranslate2
 from regard.export.engines import open_engine
 from regard.export.onnx_export import export_onnx
@@ -83,3 +84,32 @@ def test_what_an_engine_does_not_offer_is_refused_by_name(engine_api: tuple[str,
     assert "--engine torch" in answer.json()["error"]["message"]
     stream = {"stream": True, "temperature": 0, "stop": "x"}
     assert httpx.post(f"{api.url}/v1/completions", json=body | stream, timeout=60).status_code == 400
+
+
+def test_log_probs_of_a_prompt_by_every_engine(tmp_path: Path) -> None:
+    """Those of the model from an int8 directory; the others do not return them, and say so."""
+    model = language_model()
+    body: dict[str, Any] = {"model": "model", "prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 1}
+    said = {
+        "onnx": "an ONNX graph returns no logits inside of a prompt: use --engine torch for them",
+        "ctranslate2": "the ctranslate2 engine does not support response_format, stop, logprobs and max_tokens=0; "
+        "use --engine torch",
+    }
+    for kind in ("int8", "onnx", "ctranslate2"):
+        (path := tmp_path / kind / "model").mkdir(parents=True)
+        if kind == "int8":
+            write_int8(quantise(language_model()), path)
+        else:
+            model.save(path)
+            export_onnx(model, path) if kind == "onnx" else export_ctranslate2(model, path / "ctranslate2")
+        engine: Any = "torch" if kind == "int8" else kind
+        with serving_api(open_served([path], "cpu", engine, Limits())) as api:  # type: ignore[arg-type]
+            answer = httpx.post(f"{api.url}/v1/completions", json=body, timeout=60)
+            if kind == "int8":
+                logs = answer.json()["choices"][0]["logprobs"]
+                ids = torch.tensor([model.processor.tokenizer.encode(TEXT, special=False)])  # type: ignore[union-attr]
+                with torch.no_grad():
+                    exact = api.state.models["model"].model(ids).log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+                assert logs["token_logprobs"][1:] == pytest.approx(exact[:, 0].tolist(), abs=1e-3)
+            else:
+                assert (answer.status_code, answer.json()["error"]["message"]) == (400, said[kind])

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 import regard
@@ -144,6 +145,36 @@ def test_log_probs(api: ServedApi, models: dict[str, Model]) -> None:
     )
     assert chat.choices[0].logprobs is not None
     assert all(len(item.top_logprobs) == 2 for item in chat.choices[0].logprobs.content or ())
+
+
+def test_log_probs_of_the_prompt(api: ServedApi, models: dict[str, Model]) -> None:
+    """As lm-evaluation-harness asks: token ids, a context with a continuation, and one new token that it drops."""
+    tokenizer, n_context = models["speaker"].processor.tokenizer, 7  # type: ignore[union-attr]
+    prompts = [tokenizer.encode(text, special=False) for text in (TEXT, " ".join(LINES), TEXT * 16)]
+    asked: Any = {"model": "speaker", "prompt": prompts, "temperature": 0, "logprobs": 2, "echo": True}
+    choices = api.client.completions.create(**asked, max_tokens=1).choices
+    alone = api.client.completions.create(**asked, max_tokens=0).choices
+    parts: list[list[float | None]] = [[] for _ in prompts]
+    for chunk in api.client.completions.create(**asked, max_tokens=1, stream=True):
+        for choice in chunk.choices:
+            parts[choice.index] += (choice.logprobs and choice.logprobs.token_logprobs) or []
+    for ids, choice, same, streamed in zip(prompts, choices, alone, parts, strict=True):
+        logs = choice.logprobs
+        assert logs is not None and logs.tokens and logs.token_logprobs and logs.top_logprobs and same.logprobs  # noqa: PT018
+        assert streamed == logs.token_logprobs
+        assert same.logprobs.token_logprobs == logs.token_logprobs[:-1]
+        assert same.text == tokenizer.decode(ids)
+        assert choice.text.startswith(same.text)
+        with torch.no_grad():
+            exact = models["speaker"](torch.tensor([ids[:-1]])).log_softmax(-1)[0]
+        own = exact.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        assert logs.token_logprobs[0] is None
+        assert logs.token_logprobs[1:-1] == pytest.approx(own, abs=1e-4)
+        is_greedy = [
+            value == max(top.values())
+            for value, top in zip(logs.token_logprobs[n_context:-1], logs.top_logprobs[n_context:-1], strict=True)
+        ]
+        assert is_greedy == [best == token for best, token in zip(exact.argmax(-1).tolist(), ids[1:], strict=True)][6:]
 
 
 SCHEMA: Any = {

@@ -17,13 +17,15 @@ import pytest
 import torch
 
 import regard
-from generation.spoken import language_model
+from generation.spoken import classifier, language_model
 from regard.models import Model
 from regard.serving import api_models, create_api
 from regard.web.requests import Limits
 from web.served import picture
 
 from .served_api import TEXT, ServedApi, serving_api
+
+NAN = "the model's logits are NaN; its training may have diverged"
 
 
 def ask(api: ServedApi, route: str, **body: Any) -> dict[str, Any]:
@@ -166,10 +168,11 @@ def test_a_refused_image_leaves_no_traceback_in_the_log(api: ServedApi, caplog: 
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.parametrize("said", ["internal error (RuntimeError); see the server's log", NAN])
 def test_an_internal_error_in_a_stream_is_in_the_log(
-    api: ServedApi, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    said: str, api: ServedApi, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client's last event refers to the log, as the status 500 of a whole response does."""
+    """The client's last event says so, as the status 500 of a whole response does."""
     body = {"model": "speaker", "prompt": TEXT, "max_tokens": 30, "temperature": 0, "logit_bias": {"2": -100}}
     ask(api, "completions", **body)
     slots = api.scheduler("speaker").batches.slots[1]
@@ -177,7 +180,9 @@ def test_an_internal_error_in_a_stream_is_in_the_log(
 
     def fail_later(tokens: torch.Tensor) -> torch.Tensor:
         if next(n_steps) > 3 and has_received.wait(60):  # an error before the first event is a status, not an event
-            raise RuntimeError("the device is lost")
+            if said != NAN:
+                raise RuntimeError("the device is lost")
+            return decode(tokens) * torch.nan  # type: ignore[no-any-return]
         return decode(tokens)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(slots, "decode", fail_later)
@@ -188,10 +193,10 @@ def test_an_internal_error_in_a_stream_is_in_the_log(
             lines.append(line)
     *_, error, end = filter(None, lines)
     assert end == "data: [DONE]"
-    assert "internal error (RuntimeError); see the server's log" in error
+    assert json.loads(error[6:])["error"] == {"message": said, "type": "server_error", "param": None, "code": None}
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.exc_info is not None
-    assert str(record.exc_info[1]) == "the device is lost"
+    assert str(record.exc_info[1]) == (NAN if said == NAN else "the device is lost")
 
 
 def test_log_probs_name_bytes_choices_and_places_as_openai_does(api: ServedApi, models: dict[str, Model]) -> None:
@@ -210,11 +215,54 @@ def test_log_probs_name_bytes_choices_and_places_as_openai_does(api: ServedApi, 
         assert top[token] == value  # the chosen token, whether it is the likeliest or not
     assert any(len(top) == 2 for top in logs["top_logprobs"])
     echoed = ask(api, "completions", **rare, logprobs=1, echo=True)["choices"][0]
-    assert echoed["logprobs"]["text_offset"] == [len("the cat") + offset for offset in logs["text_offset"]]
+    offsets = [len("the cat") + offset for offset in logs["text_offset"]]
+    assert echoed["logprobs"]["text_offset"][-len(offsets) :] == offsets  # after those of the prompt
     lines = httpx.post(f"{api.url}/v1/completions", json=rare | {"logprobs": 1, "echo": True, "stream": True}).text
     chunks = [json.loads(line[6:])["choices"][0]["logprobs"] for line in lines.split("\n\n")[:-2]]
     offsets = [offset for chunk in chunks if chunk for offset in chunk["text_offset"]]
     assert offsets == echoed["logprobs"]["text_offset"]
+
+
+def test_log_probs_of_a_prompt_at_the_edges(api: ServedApi, models: dict[str, Model]) -> None:
+    """Places in characters of several bytes, an end token, a text up to max_len, and what is refused."""
+    tokenizer = models["speaker"].processor.tokenizer  # type: ignore[union-attr]
+    body: dict[str, Any] = {"model": "speaker", "prompt": "고양이 ♥ cat", "logprobs": 0, "echo": True, "temperature": 0}
+    choice = ask(api, "completions", **body, max_tokens=0)["choices"][0]
+    logs = choice["logprobs"]
+    assert (choice["text"], choice["finish_reason"]) == ("고양이 ♥ cat", "length")
+    assert [logs["token_logprobs"][0], logs["top_logprobs"][0]] == [None, None]
+    for token, offset in zip(logs["tokens"], logs["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+    assert any(token.startswith("bytes:") for token in logs["tokens"])
+    ended = ask(api, "completions", **body, max_tokens=3, logit_bias={str(models["speaker"].config.eos_id): 100})
+    assert ended["choices"][0]["logprobs"]["tokens"] == [*logs["tokens"], "<eos>"]  # one entry for each token
+    assert ended["choices"][0]["logprobs"]["token_logprobs"][:-1] == logs["token_logprobs"]
+    whole = {"model": "speaker", "prompt": tokenizer.encode(TEXT * 40, special=False)[:400], "echo": True}
+    assert len(ask(api, "completions", **whole, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]["tokens"]) == 400
+    assert "leaves no room" in refused(api, "completions", 400, **whole, logprobs=1, max_tokens=1)
+    assert "needs echo" in refused(api, "completions", 400, model="speaker", prompt=TEXT, max_tokens=0)
+    said = refused(api, "completions", 400, model="translator", prompt=TEXT, echo=True, logprobs=1)
+    assert said == "model 'translator' has an encoder, whose prompt has no log P: echo cannot be combined with logprobs"
+    assert ask(api, "completions", model="translator", prompt=TEXT, echo=True, max_tokens=2)["choices"][0]["text"]
+
+
+def test_nan_of_a_model_is_its_fault_and_not_the_clients() -> None:
+    """A status 500, and in a stream an event, whichever route finds it; wrong requests are still 400."""
+    broken = {"speaker": language_model(max_len=64), "classifier": classifier()}
+    with torch.no_grad():
+        for model in broken.values():
+            model.embeddings.position.weight[9] = torch.nan  # type: ignore[union-attr, index]
+    with serving_api(broken) as api:
+        long = [5] * 20
+        body: dict[str, Any] = {"model": "speaker", "prompt": long, "max_tokens": 20}
+        for fields in ({}, {"temperature": 0}, {"stream": True}, {"beams": 2}, {"echo": True, "logprobs": 1}):
+            assert refused(api, "completions", 500, **body, **fields) == NAN
+        assert refused(api, "completions", 500, **(body | {"prompt": [5] * 7})) == NAN  # after a few tokens
+        assert refused(api, "classify", 500, model="classifier", text=TEXT * 3) == NAN
+        vectors = "the model's vectors are NaN; its training may have diverged"
+        assert refused(api, "embeddings", 500, model="speaker", input=long) == vectors
+        assert "leaves no room" in refused(api, "completions", 400, **(body | {"prompt": [5] * 64}))
+        ask(api, "completions", model="speaker", prompt=[5], max_tokens=2)
 
 
 def test_texts_that_cannot_fit_are_refused_before_they_are_tokenised(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from regard.generation.bulk_prediction import Answer, AnswerBatches, Answerer
 
 _LINES_AT_ONCE = 512
+_OTHER_TABLES = (".xlsx", ".xls", ".ods", ".json", ".arrow", ".feather", ".orc", ".avro", ".pq", ".db", ".sqlite")
 
 
 def answer_to_dict(texts: Any) -> Answer:
@@ -219,13 +220,18 @@ def uses_workers(ctx: typer.Context) -> bool:
     return ctx.params["on"] != "local" or (ctx.params["jobs"] or 1) > 1
 
 
-def check_workers(ctx: typer.Context) -> None:
-    """Raise UsageError for an unknown --on, and for workers without --file and --out."""
+def check_files(ctx: typer.Context) -> None:
+    """Raise for an --out that cannot be written, an unknown --on, and workers without --file and --out."""
+    from regard.data.record_files import TABLE_SUFFIXES, form_of
     from regard.experiments.sweep_runner import check_runner
 
-    on, jobs = ctx.params["on"], ctx.params["jobs"]
+    on, jobs, file, out = (ctx.params[name] for name in ("on", "jobs", "file", "out"))
+    from_table = file is not None and form_of(file) not in ("lines", "folder")
+    suffix = "" if out is None else out.suffix.lower()
+    is_odd = suffix in _OTHER_TABLES or (from_table and suffix not in ("", ".gz"))
+    terminal.check_out(out, (*TABLE_SUFFIXES, ".txt") if is_odd else (), source=file)
     check_runner(on)
-    if uses_workers(ctx) and (ctx.params["file"] is None or ctx.params["out"] is None):
+    if uses_workers(ctx) and None in (file, out):
         option = f"--jobs {jobs}" if on == "local" else f"--on {on}"
         raise UsageError(f"{option} needs a file of inputs and one for the answers: --file F --out F")
 

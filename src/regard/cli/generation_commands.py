@@ -13,7 +13,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion, terminal
-from .bulk_answers import answer_to_dict, check_workers, join_texts, predict, text_answerer, text_lines
+from .bulk_answers import answer_to_dict, check_files, join_texts, predict, text_answerer, text_lines
 from .options import (
     AsJson,
     Beam,
@@ -99,8 +99,7 @@ def generate(
     from regard.data.record_files import form_of
     from regard.generation.text_generation import check_can_continue
 
-    terminal.check_out(out, source=file)
-    check_workers(ctx)
+    check_files(ctx)
     is_bulk = lines or stream or out is not None or (file is not None and form_of(file) != "lines")
     text = None if is_bulk else terminal.read_prompt(prompt, file, column, encoding)
     opened = terminal.open_model(model, device, engine, dtype)
@@ -268,8 +267,7 @@ def translate(
     options = terminal.check_generation(
         beam=beam, length_penalty=length_penalty, n_best=n_best, max_new_tokens=max_new_tokens, truncate=truncate
     )
-    terminal.check_out(out, source=file)
-    check_workers(ctx)
+    check_files(ctx)
     options |= without_none(prefix=prefix, source_language=source_language, target_language=target_language)
     settings = {"engine": engine, "dtype": dtype, **options}
     if glossary is not None:
@@ -370,8 +368,7 @@ def classify(
         if len(inputs or ()) != 1:
             raise UsageError("--second needs exactly one text; for pairs in a table, use --file F --column A,B")
         inputs = [f"{text}\t{second}" for text in inputs or ()]
-    terminal.check_out(out, source=file)
-    check_workers(ctx)
+    check_files(ctx)
     from regard.generation.label_answers import label_answerer
     from regard.generation.text_generation import check_can_classify
 
@@ -423,8 +420,7 @@ def caption(
 
     if not images and file is None and not stream:
         raise UsageError("there is nothing to caption: give image files, a folder, or --file TABLE")
-    terminal.check_out(out, source=file)
-    check_workers(ctx)
+    check_files(ctx)
     opened = terminal.open_model(model, device, engine, dtype)
     check_can_caption(opened)
     terminal.check_inputs(opened, images or ())

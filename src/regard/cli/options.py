@@ -44,7 +44,8 @@ RecordsFile = Annotated[
 Column = Annotated[str | None, option("NAME", "The column of the table to read; for pairs, two: A,B.")]
 Encoding = Annotated[str, typer.Option(help="Encoding of the file; auto detects UTF-8, UTF-16 and CP949.")]
 Out = Annotated[
-    Path | None, option("FILE", "Write to this file; a table keeps its columns and gets new ones. Resumable.")
+    Path | None,
+    option("F", "Write to this .csv, .tsv, .jsonl, .parquet or .txt; a table keeps its columns. Resumable."),
 ]
 On = Annotated[str, typer.Option(metavar="PLACE", help="local, ray (this machine's cluster) or ray://HOST:PORT.")]
 Jobs = Annotated[

@@ -13,7 +13,9 @@ from .base import Config, split_commas
 Kind = Literal[
     "pairs", "text", "labelled", "tagged", "captions", "images", "chats", "preferences", "triplets", "questions"
 ]
-Format = Literal["tsv", "csv", "jsonl", "json", "conll", "parallel", "text", "captions", "folder", "idx", "hf"]
+Format = Literal[
+    "tsv", "csv", "jsonl", "json", "parquet", "conll", "parallel", "text", "captions", "folder", "idx", "hf"
+]
 ProblemType = Literal["single_label", "multi_label", "regression"]  # names of transformers, without _classification
 TokenizerKind = Literal["chars", "bytes", "words", "bpe", "unigram"]  # trained on the data
 TOKENIZER_FILES = (".json", ".model", ".spm")  # a tokenizer.json, or a SentencePiece model

@@ -21,11 +21,11 @@ from ..errors import BadData, UsageError
 from ..foundation.plugins import import_optional
 from .examples import ReadReport
 from .source_files import COLUMN_NAMES, IMAGE_SUFFIXES, has_header
-from .table_files import csv_delimiter, read_lines, suffix_of, table_records
+from .table_files import csv_delimiter, open_parquet, parquet_rows, read_lines, suffix_of, table_records
 
 RecordForm = Literal["lines", "csv", "tsv", "jsonl", "parquet", "folder"]
-_FORMS: dict[str, RecordForm] = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
-_FORMS[".parquet"] = "parquet"
+TABLE_SUFFIXES: dict[str, RecordForm] = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
+TABLE_SUFFIXES[".parquet"] = "parquet"
 _OPTIONS = DataConfig(normalise="none", max_chars=10_000_000)
 _SAMPLE_ROWS = 200
 
@@ -64,7 +64,7 @@ def free_name(name: str, columns: Sequence[str]) -> str:
 
 
 def form_of(path: Path) -> RecordForm:
-    return "folder" if path.is_dir() else _FORMS.get(suffix_of(path), "lines")
+    return "folder" if path.is_dir() else TABLE_SUFFIXES.get(suffix_of(path), "lines")
 
 
 def text_records(texts: Sequence[str], name: str = "", first: int = 1) -> Records:
@@ -82,7 +82,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
     if not path.exists():
         raise UsageError(f"there is no file {path}")
     if form in ("lines", "folder") and column is not None:
-        read_as = "a folder of images" if form == "folder" else f"lines, not as a table ({', '.join(_FORMS)})"
+        read_as = "a folder of images" if form == "folder" else f"lines, not as a table ({', '.join(TABLE_SUFFIXES)})"
         raise ValueError(f"column={column}: {path} has no columns: by its name it is read as {read_as}")
     if form == "folder":
         if not images:
@@ -103,7 +103,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
     elif form == "jsonl":
         names = list(next((record for _, record in _jsonl_objects(path, options)), {}))
     else:
-        names = list(_open_parquet(path).schema_arrow.names)
+        names = list(open_parquet(path).schema_arrow.names)
     requested = [column] if column is None or column in names else column.split(",")
     chosen = [_choose_column(path, names, name, images, nested=form == "jsonl") for name in requested]
     folder = path.parent if images else None
@@ -147,7 +147,7 @@ def _fields(
     if form == "jsonl":
         yield from _jsonl_objects(path, options)
     elif form == "parquet":
-        yield from enumerate(_parquet_rows(path), start=1)
+        yield from enumerate(parquet_rows(path), start=1)
     else:
         report = ReadReport()
         for number, (line, cells) in enumerate(table_records(path, form, report, options)):
@@ -208,25 +208,6 @@ def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder:
     return str(folder / str(value)) if folder is not None and str(value).strip() else str(value)
 
 
-def _open_parquet(path: Path) -> Any:
-    try:
-        return import_optional("pyarrow.parquet", "Parquet", "data").ParquetFile(path)
-    except (OSError, ValueError) as error:
-        raise BadData(f"{path} cannot be read as Parquet: {error}") from None
-
-
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    batches = _open_parquet(path).iter_batches(1024)
-    while True:
-        try:
-            rows = next(batches).to_pylist()
-        except StopIteration:
-            return
-        except (OSError, ValueError) as error:  # base classes of pyarrow's own errors
-            raise BadData(f"{path} is damaged or not a Parquet file: {error}") from None
-        yield from rows
-
-
 def write_records(
     file: IO[bytes], form: RecordForm, records: Records, new: Mapping[str, type], rows: Iterable[dict[str, Any]]
 ) -> None:
@@ -277,7 +258,7 @@ def _cell_text(value: Any, is_new: bool = False) -> str:
 def _write_parquet(file: IO[bytes], records: Records, new: Mapping[str, type], rows: Iterable[dict[str, Any]]) -> None:
     arrow, parquet = (import_optional(name, "Parquet", "data") for name in ("pyarrow", "pyarrow.parquet"))
     if records.form == "parquet":
-        schema = _open_parquet(Path(records.name)).schema_arrow
+        schema = open_parquet(Path(records.name)).schema_arrow
     else:
         schema = arrow.schema([(name, arrow.string()) for name in records.columns])
         rows = ({x: y if y is None or x in new else _cell_text(y) for x, y in row.items()} for row in rows)

@@ -27,10 +27,10 @@ from .table_files import Row, Schema, read_lines, stem_of, suffix_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _FORMATS: dict[str, Format] = {
-    **{".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "captions"},
-    **{".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
+    **{".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"},
+    **{".json": "captions", ".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
 }
-_TABLES = (".tsv", ".csv", ".jsonl", ".ndjson")
+_TABLES = (".tsv", ".csv", ".jsonl", ".ndjson", ".parquet")
 _SAMPLE_ROWS = 1000
 COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en", "원문"),
@@ -93,8 +93,8 @@ def detect_format(path: Path, options: DataConfig) -> Format:
 
 def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     """Detect the kind of a table and its columns; ValueError if the options must say which columns to use."""
-    if form in ("jsonl", "json"):
-        return _json_schema(path, form, options)
+    if form in ("jsonl", "json", "parquet"):
+        return _object_schema(path, form, options)
     records = islice(table_files.table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
     rows = [cells for _, cells in records if cells is not None]
     if not rows:
@@ -171,20 +171,30 @@ def _suggest_columns(keys: list[str], kind: Kind) -> str:
     return ",".join(key or next(rest, "…") for key in known)
 
 
-def _json_schema(path: Path, form: Format, options: DataConfig) -> Schema:
+def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     keys: list[str] = []
-    for _, record in islice(table_files.json_records(path, form, ReadReport(), options), 50):
+    for _, record in islice(table_files.object_records(path, form, ReadReport(), options), 50):
         if isinstance(record, dict):
             both = record.get("translation")
             keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(record)
             break
     if options.columns is not None:
-        return _schema_of_columns(options.columns, options.kind)
+        columns = tuple(keys[x] if isinstance(x, int) and x < len(keys) else x for x in options.columns)
+        if form == "parquet":
+            _check_columns(path, columns, keys)
+        return _schema_of_columns(columns, options.kind)
     if len(keys) == 2 and all(key.startswith("translation.") for key in keys):
         return Schema("pairs", tuple(keys), header=True)
     if (guess := schema_of_keys(keys, options.kind)) is None:
         raise ValueError(f"{path} has the fields {', '.join(keys) or 'none'}; say which to use: columns=a,b")
     return guess
+
+
+def _check_columns(name: str | Path, columns: Sequence[str | int], keys: Sequence[str]) -> None:
+    """Raise ValueError for a column that a table does not have; of nested ones, the first part counts."""
+    roots = {key.split(".")[0] for key in keys}
+    if missing := [column for column in columns if str(column).split(".")[0] not in roots]:
+        raise ValueError(f"columns has {missing[0]!r}, but {name} has the columns {', '.join(keys)}")
 
 
 def _schema_of_columns(columns: tuple[str | int, ...], kind: Kind | None) -> Schema:
@@ -290,7 +300,7 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
             return SourceFiles("captions", "captions", (path,), images=_image_folder(path, options))
         case "conll":
             return SourceFiles("conll", "tagged", (path,))
-        case "tsv" | "csv" | "jsonl" | "json":
+        case "tsv" | "csv" | "jsonl" | "json" | "parquet":
             schema = detect_schema(path, form, options)
             images = _image_folder(path, options) if schema.kind in ("captions", "images") else None
             return SourceFiles(form, schema.kind, (path,), schema, images)
@@ -377,8 +387,8 @@ def read_rows(files: SourceFiles, report: ReadReport, options: DataConfig) -> It
             yield from _table_rows(files, schema, report)
         case "tsv" | "csv":
             yield from table_files.read_table(path, files.form, schema, report, options)
-        case "jsonl" | "json":
-            yield from table_files.read_json_rows(path, files.form, schema, report, options)
+        case "jsonl" | "json" | "parquet":
+            yield from table_files.read_object_rows(path, files.form, schema, report, options)
         case "conll":
             yield from table_files.read_conll(path, report, options)
         case "parallel":
@@ -410,9 +420,7 @@ def _from_hugging_face(name: str, options: DataConfig) -> SourceFiles:
         schema = schema_of_keys(keys, options.kind)
     if schema is None:
         raise ValueError(f"{name} has the columns {', '.join(keys)}; say which to use: columns=a,b")
-    missing = [column for column in schema.columns if str(column).split(".")[0] not in keys]
-    if missing:
-        raise ValueError(f"columns has {missing[0]!r}, but {name} has the columns {', '.join(keys)}")
+    _check_columns(name, schema.columns, keys)
     has_labels = schema.kind in ("labelled", "images")
     names = getattr(train.features[str(schema.columns[-1])], "names", None) if has_labels else None
     labels = None if names is None else tuple(names)

@@ -1,9 +1,9 @@
-"""Readers of text files, one per format, each a stream of rows with their line numbers.
+"""Readers of data files, one per format, each a stream of rows with their line numbers.
 
-Tables (TSV, CSV, JSONL) yield the chosen columns, parallel files one line of each file, caption files an image and a
-text. Files are UTF-8, UTF-16 or CP949, detected by a byte order mark or the content; lines end in \\n or \\r\\n; .gz is
-decompressed while reading, and only one line is in memory at a time. A line that is too long or broken does not stop
-the reader: it is recorded in the report.
+Tables (TSV, CSV, JSONL, Parquet) yield the chosen columns, parallel files one line of each file, caption files an image
+and a text. Text is UTF-8, UTF-16 or CP949, detected by a byte order mark or the content; lines end in \\n or \\r\\n.
+.gz is decompressed while reading, and only one line is in memory at a time, or some rows of a Parquet file. A line that
+is too long or broken does not stop the reader: it is recorded in the report.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import IO, Any, cast
 
 from ..config import DataConfig, Kind
 from ..errors import BadData, UsageError
+from ..foundation.plugins import import_optional
 from ..foundation.progress import track
 from ..text.chat import read_messages
 from .examples import ReadReport
@@ -39,7 +40,7 @@ _BINARY = {  # first bytes of files that are often passed by mistake
     b"%PDF": "a PDF document",
     b"PK\x03\x04": "a zip archive or an Office document",
     b"\x1f\x8b": "gzip, which must be named .gz",
-    b"PAR1": "a Parquet table",
+    b"PAR1": "a Parquet table, which must be named .parquet",
 }
 _LISTS_LAST = ("labelled", "captions", "images", "questions")  # kinds whose last column may hold several texts
 _HANGUL = range(0xAC00, 0xD7A4)
@@ -261,19 +262,20 @@ def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterato
         yield numbers[0], record or [""]
 
 
-def read_json_rows(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
-    """The chosen columns of JSON objects; a column is a key, or keys joined by dots."""
-    for number, record in json_records(path, form, report, options):
+def read_object_rows(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
+    """The chosen columns of JSON objects or of a Parquet file; a column is a key, or keys joined by dots."""
+    roots = [str(column).split(".")[0] for column in schema.columns]
+    for number, record in object_records(path, form, report, options, roots):
         if (cells := cells_of(record, schema, path, number, report)) is not None:
             yield Row(path, number, cells)
 
 
-def json_records(path: Path, form: str, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, Any]]:
-    """(number, JSON value) for each line (jsonl) or for each element of a list (json)."""
-    if form == "json":
-        records = _read_json(path)
-        if not isinstance(records, list):
-            raise BadData(f"{path} holds a JSON {type(records).__name__}; a list of objects is needed")
+def object_records(
+    path: Path, form: str, report: ReadReport, options: DataConfig, columns: Sequence[str] | None = None
+) -> Iterator[tuple[int, Any]]:
+    """(number, value) for each line (jsonl), element of a list (json), or row (parquet): all of it or ``columns``."""
+    if form in ("json", "parquet"):
+        records = _json_list(path) if form == "json" else parquet_rows(path, columns)
         for number, record in enumerate(records, start=1):
             report.n_read += 1
             yield number, record
@@ -285,6 +287,13 @@ def json_records(path: Path, form: str, report: ReadReport, options: DataConfig)
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             report.add_bad(path, number, "not JSON", str(error))
+
+
+def _json_list(path: Path) -> list[Any]:
+    content = _read_json(path)
+    if not isinstance(content, list):
+        raise BadData(f"{path} holds a JSON {type(content).__name__}; a list of objects is needed")
+    return content
 
 
 def _read_json(path: Path) -> Any:
@@ -300,6 +309,27 @@ def _read_json(path: Path) -> Any:
             return json.loads(raw.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise BadData(f"{path} is not JSON: {error}") from None
+
+
+def parquet_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a Parquet file, or these columns of them; 256 rows are in memory at a time."""
+    file, names = open_parquet(path), None if columns is None else list(dict.fromkeys(columns))
+    batches = track(file.iter_batches(256, columns=names), f"reading {path.name}", file.metadata.num_rows, len)
+    while True:
+        try:
+            rows = next(batches).to_pylist()
+        except StopIteration:
+            return
+        except (OSError, ValueError) as error:  # base classes of pyarrow's own errors
+            raise BadData(f"{path} is damaged or not a Parquet file: {error}") from None
+        yield from rows
+
+
+def open_parquet(path: Path) -> Any:
+    try:
+        return import_optional("pyarrow.parquet", "Parquet", "data").ParquetFile(path, buffer_size=1 << 20)
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path} cannot be read as Parquet: {error}") from None
 
 
 def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadReport) -> tuple[Any, ...] | None:
@@ -323,11 +353,11 @@ def cells_of(record: Any, schema: Schema, path: Path, number: int, report: ReadR
             cells.append(value.strip())
         elif may_be_list and isinstance(value, list) and all(isinstance(x, str | int) for x in value):
             cells.append(tuple(map(str, value)))
-        elif isinstance(value, dict | list):
+        elif isinstance(value, dict | list | bytes):
             report.add_bad(path, number, "not a text", f"{column!r} is {type(value).__name__}")
             return None
-        else:  # an image of a Hugging Face dataset
-            cells.append(value)
+        else:  # an image of a Hugging Face dataset, or a date
+            cells.append(value if schema.kind in ("captions", "images") else str(value))
     return tuple(cells)
 
 

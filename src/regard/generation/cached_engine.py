@@ -1,7 +1,8 @@
 """A decoding engine: a model with its cache, behind the interface that all searches use.
 
 logits = engine.prefill(prompts, copies)     all prompt tokens at once, logits after the last one
-logits = engine.prefill_part(tokens)         a long prompt part by part, logits after each part
+states = engine.prefill_part(tokens)         a long prompt part by part, the states after each of its tokens
+logits = engine.logits_of(states)
 logits = engine.decode_one_token(tokens)     one token per row
 logits = engine.decode_tokens(tokens)        several tokens per row, logits after each of them
 engine.truncate(length)                      drop the tokens from position ``length`` on
@@ -22,6 +23,7 @@ from ..attention.cache import ModelCache
 from ..attention.cache.static_cache import CacheDtype
 from ..attention.edits import has_edits
 from ..attention.mechanisms import Dot
+from ..errors import BadOutput
 from ..models import Memory, Model
 from ..models.base_model import join_padding, mask_from_padding
 from ..models.recurrent import RecurrentMemory
@@ -29,7 +31,6 @@ from .prompts import Prompts, Sources, max_text_length, rope_depends_on_length
 
 CacheName = Literal["growing", "static", "static-bf16", "static-int8"]
 _CACHE_DTYPES: dict[CacheName, CacheDtype] = {"static-bf16": "bf16", "static-int8": "int8"}  # others: the model's
-NAN_LOGITS = "the model's logits are NaN; its training may have diverged"
 
 
 class DecodingEngine:
@@ -79,8 +80,12 @@ class DecodingEngine:
         return check_logits(logits)
 
     def prefill_part(self, tokens: Tensor) -> Tensor:
-        """Run the next part (B, T) of prompts of equal length; next-token logits (B, V)."""
-        return check_logits(self._logits(self._states(tokens, None)))
+        """Run the next part (B, T) of prompts of equal length; the states (B, T, M) after its tokens."""
+        return self._states(tokens, None)
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Next-token logits (B, T, V) after states (B, T, M), in float32 whatever the model's dtype."""
+        return self.head(states, self.model.output_table).float()
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         """Run one token per row (R,); next-token logits (R, V)."""
@@ -92,7 +97,7 @@ class DecodingEngine:
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
         """Run several tokens per row (R, T); next-token logits (R, T, V) after each."""
-        return self.head(self._states(tokens, None), self.model.output_table).float()
+        return self.logits_of(self.prefill_part(tokens))
 
     def truncate(self, length: int) -> None:
         """Drop the tokens from position ``length`` on."""
@@ -113,8 +118,8 @@ class DecodingEngine:
         return min(length, max_length)
 
     def _logits(self, states: Tensor) -> Tensor:
-        """Logits of the last state, in float32 whatever the model's dtype: (B, T, M) → (B, V)."""
-        return self.head(states[:, -1:], self.model.output_table)[:, 0].float()
+        """Logits of the last state: (B, T, M) → (B, V)."""
+        return self.logits_of(states[:, -1:])[:, 0]
 
     def _states(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         if self._memory is None:
@@ -145,20 +150,17 @@ class RecomputingEngine(DecodingEngine):
         texts = [torch.tensor(row, device=prompts.tokens.device) for row in prompts.rows]
         self._texts = texts
         rows = torch.arange(len(texts), device=prompts.tokens.device).repeat_interleave(copies)
-        logits = check_logits(self._read(1)[:, 0]).index_select(0, rows)
+        logits = check_logits(self._logits(self._last_states(1))).index_select(0, rows)
         self.select(rows)
         return logits
-
-    def prefill_part(self, tokens: Tensor) -> Tensor:
-        return check_logits(self.decode_tokens(tokens)[:, -1])
 
     def decode_one_token(self, tokens: Tensor) -> Tensor:
         return self.decode_tokens(tokens[:, None])[:, 0]
 
-    def decode_tokens(self, tokens: Tensor) -> Tensor:
+    def prefill_part(self, tokens: Tensor) -> Tensor:
         texts = self._texts or [tokens.new_empty(0)] * len(tokens)
         self._texts = [torch.cat(pair) for pair in zip(texts, tokens, strict=True)]
-        return self._read(tokens.shape[1])
+        return self._last_states(tokens.shape[1])
 
     def truncate(self, length: int) -> None:
         self._texts = [text[:length] for text in self._texts]
@@ -170,12 +172,11 @@ class RecomputingEngine(DecodingEngine):
                 self._padding_mask = self._padding_mask.index_select(0, rows)
             self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
 
-    def _read(self, n: int) -> Tensor:
-        """Next-token logits (R, n, V) after each of the last n tokens."""
+    def _last_states(self, n: int) -> Tensor:
+        """The states (R, n, M) of the last n tokens."""
         equal_lengths = len({len(text) for text in self._texts}) == 1
         groups = [list(range(len(self._texts)))] if equal_lengths else [[row] for row in range(len(self._texts))]
-        states = [self._whole_states(group)[:, -n:] for group in groups]
-        return self.head(torch.cat(states), self.model.output_table).float()
+        return torch.cat([self._whole_states(group)[:, -n:] for group in groups])
 
     def _whole_states(self, group: list[int]) -> Tensor:
         tokens = torch.stack([self._texts[row] for row in group])
@@ -190,10 +191,14 @@ def plain_engine(model: Model, sources: Sources | None = None, cache: CacheName 
     return (DecodingEngine if model.decodes_by_token else RecomputingEngine)(model, sources, cache)
 
 
-def check_logits(logits: Tensor) -> Tensor:
-    """The logits, or log P computed from them, unless some are NaN."""
+def nan_error(what: str = "logits") -> BadOutput:
+    return BadOutput(f"the model's {what} are NaN; its training may have diverged")
+
+
+def check_logits(logits: Tensor, what: str = "logits") -> Tensor:
+    """The logits, or ``what`` was computed from them, unless some are NaN."""
     if logits.isnan().any():
-        raise ValueError(NAN_LOGITS)
+        raise nan_error(what)
     return logits
 
 

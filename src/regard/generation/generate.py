@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import BadOutput
 from ..models import Model
 from .beam_search import NO_TEXT, BeamSearch, BeamStep, Hypothesis
 from .cached_engine import CacheName, DecodingEngine, check_logits, plain_engine
@@ -143,7 +144,7 @@ def _generate_group(
         search = ConstrainedSearch(engine, config, eos_id, terms, strings, in_word)
     hypotheses = run_captured(search, prompts) or search.run(prompts)
     if not all(hypotheses):
-        raise ValueError(NO_TEXT)
+        raise BadOutput(NO_TEXT)
     n_steps = max(len(text.tokens) for texts in hypotheses for text in texts)
     return Generated(prompts.rows, hypotheses, search.parents[:n_steps], search.steps)
 

@@ -3,6 +3,7 @@
 reading = PromptReading(model, inputs, config)       one prompt, or one source and the beginning of its target
 PromptReader(model).read(readings)                   the next part of each
 reading.is_read, reading.logits                      next-token logits, once all parts are read
+reading.log_probs                                    log P of the prompt itself, if requested
 
 A prompt's numbers do not depend on the others in its pass. Parts begin at multiples of ``PROMPT_PART``. The tokens of
 all parts are rows of the same products (``ragged_rows``): on a CPU, packed products compute a row with the same bits in
@@ -15,7 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -35,6 +36,7 @@ from .cuda_graph import can_capture
 from .generation_config import GenerateConfig
 from .prompts import ModelInputs, Prompts, check_prompts, max_text_length, pad_sources
 from .ragged_rows import RaggedKeys, RaggedRows
+from .sampling import LogProb, log_probs_of
 
 PROMPT_PART = 128  # tokens per part
 _PREFIX_BYTES = {"cpu": 256 << 20, "elsewhere": 2 << 30}
@@ -103,16 +105,25 @@ def new_prefix_cache(model: Model) -> PrefixCache | None:
 class PromptReading:
     """One prompt, or one source and the beginning of its target, and how much of it has been read.
 
-    If the model is computed in rows, the keys so far are kept here; otherwise in the cache of an engine.
+    If the model is computed in rows, the keys so far are kept here; otherwise in the cache of an engine. With ``n_top``
+    log P of each token, and of the ``n_top`` likeliest in its place, is kept, and a known prefix is read again.
     """
 
     def __init__(
-        self, model: Model, inputs: ModelInputs, config: GenerateConfig, prefixes: PrefixCache | None = None
+        self,
+        model: Model,
+        inputs: ModelInputs,
+        config: GenerateConfig,
+        prefixes: PrefixCache | None = None,
+        *,
+        n_top: int | None = None,
+        writes: bool = True,
     ) -> None:
         name = "prompt" if inputs.sources is None else "target"
-        self.inputs, (self.row,) = inputs, check_prompts(inputs.rows, model.config, config, name)
+        self.inputs, (self.row,) = inputs, check_prompts(inputs.rows, model.config, config, name, room=int(writes))
         most = max_text_length(model.config, target=name == "target") - len(self.row)
-        self.limit = min(config.max_new_tokens, most)  # maximum of new tokens
+        self.limit = min(config.max_new_tokens, most) if writes else 0  # maximum of new tokens
+        self.n_top, self.log_probs = n_top, [LogProb()]  # nothing precedes the first token
         self.n_source = 0 if inputs.sources is None else len(inputs.sources[0])
         self.n_read = 0
         self.logits: Tensor | None = None  # (1, V) after the prompt, once it is read
@@ -144,10 +155,27 @@ class PromptReading:
 
     def find_prefix(self) -> Tensor | None:
         """The keys read so far; before the first part, those of a known prefix. None if there are none."""
-        if self.n_read == 0 and self._prefixes is not None:
+        if self.n_read == 0 and self._prefixes is not None and self.n_top is None:
             self._keys = self._prefixes.find(self.row)
             self.n_read = 0 if self._keys is None else self._keys.shape[3]
         return self._keys
+
+    def score_part(self, states: Tensor, logits_of: Callable[[Tensor], Tensor], min_rows: int) -> list[LogProb]:
+        """log P of the tokens after each of the next part's, if requested, from its states (T, M).
+
+        A few rows at a time, at least ``min_rows``: logits of all tokens together would take too much memory.
+        """
+        log_probs: list[LogProb] = []
+        if self.n_top is None:
+            return log_probs
+        if len(states) < len(self.next_part()):
+            raise ValueError("an ONNX graph returns no logits inside of a prompt: use --engine torch for them")
+        tokens = torch.tensor(self.row[self.n_read + 1 : self.n_read + 1 + len(states)], device=states.device)
+        for part, following in zip(states[: len(tokens)].split(N_TEXTS), tokens.split(N_TEXTS), strict=True):
+            rows = torch.nn.functional.pad(part, (0, 0, 0, max(0, min_rows - len(part))))
+            logits = check_logits(logits_of(rows).float()[: len(part)])
+            log_probs += log_probs_of(logits, following, self.n_top)
+        return log_probs
 
     def add_part(self, keys: Tensor, memory: Tensor | None, logits: Tensor, likeliest: int) -> None:
         """Record the result of a part: all keys so far, those of the source, and next-token logits (1, V)."""
@@ -167,8 +195,10 @@ class PromptReading:
             if (prefix := self.find_prefix()) is not None:
                 for layer, (k, v) in zip(self._engine._cache.layers, prefix, strict=True):
                     layer.update(k[None], v[None])
-        part = self.next_part()
-        logits = self._engine.prefill_part(self.prompts.tokens[:, self.n_read : self.n_read + len(part)])
+        part, engine = self.next_part(), self._engine
+        states = engine.prefill_part(self.prompts.tokens[:, self.n_read : self.n_read + len(part)])
+        logits = check_logits(engine.logits_of(states[:, -1:])[:, 0])
+        self.log_probs += self.score_part(states[0], lambda rows: engine.logits_of(rows[None])[0], 1)
         self.n_read += len(part)
         if self.n_read == len(self.row):
             self.logits, self.likeliest = logits, int(logits.argmax())
@@ -262,6 +292,7 @@ class PromptReader:
         parts = [reading.next_part() for reading in readings]
         sources = [reading.inputs.sources[0] for reading in readings if reading.inputs.sources is not None]
         is_fresh = all(past is None for past in pasts) and all(source.dim() == 1 for source in sources)
+        is_fresh = is_fresh and all(reading.n_top is None for reading in readings)  # a captured pass keeps no states
         if (
             is_fresh
             and CapturedReading.fits(parts)
@@ -288,7 +319,12 @@ class PromptReader:
         last = torch.nn.functional.pad(rows.last, (0, max(0, self._min_prompts - len(parts))))
         logits = self._decoder.output(states[last]).float()[: len(parts)]
         likeliest = check_logits(logits).argmax(-1).tolist()
+        log_probs = [
+            reading.score_part(part, self._decoder.output, self._min_prompts)
+            for reading, part in zip(readings, states[: rows.n_tokens].split(rows.lengths), strict=True)
+        ]
         for number, reading in enumerate(readings):
+            reading.log_probs += log_probs[number]
             source_keys = None if sources is None else sources.of_text(number)
             reading.add_part(keys.of_text(number), source_keys, logits[number : number + 1], likeliest[number])
 

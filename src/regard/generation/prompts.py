@@ -123,14 +123,16 @@ def pad_prompts(
     return Prompts(rows, tokens, positions.clamp(min=-1), limit)
 
 
-def check_prompts(rows: list[list[int]], model: ModelConfig, config: GenerateConfig, name: str) -> list[list[int]]:
-    """Check that each row leaves room for at least one new token, after truncation if the config allows it."""
+def check_prompts(
+    rows: list[list[int]], model: ModelConfig, config: GenerateConfig, name: str, room: int = 1
+) -> list[list[int]]:
+    """Check that each row leaves room for that many new tokens, after truncation if the config allows it."""
     max_len = max_text_length(model, target=name == "target")
     if config.truncate and name == "prompt":
         rows = [_truncate_prompt(row, max_len, model.bos_id, config.max_new_tokens) for row in rows]
     for index, row in enumerate(rows):
         _check_ids(f"{name} {index}", row, model.output_vocab_size)
-        if len(row) >= max_len:
+        if len(row) + room > max_len:
             hint = "; truncate=True keeps its end" if name == "prompt" else ""
             raise ValueError(f"{name} {index} has {len(row)} tokens, and max_len={max_len} leaves no room{hint}")
     return rows

@@ -31,6 +31,13 @@ class ChosenTokens(NamedTuple):
     codes: Tensor  # (n,) codes of ``stop_conditions``
 
 
+class LogProb(NamedTuple):
+    """log P of a token, and the likeliest tokens in its place with theirs."""
+
+    value: float | None = None  # None: nothing precedes the token
+    top: tuple[tuple[int, float], ...] = ()
+
+
 def decode_loop(
     engine: DecodingEngine,
     prompts: Prompts,
@@ -68,6 +75,14 @@ def decode_loop(
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
     """log P (R,) of tokens (R,) under logits (R, V)."""
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def log_probs_of(logits: Tensor, tokens: Tensor, n_top: int) -> list[LogProb]:
+    """log P of tokens (R,) and of the ``n_top`` likeliest ones under logits (R, V)."""
+    scores = logits.log_softmax(-1)
+    own, best = scores.gather(1, tokens[:, None])[:, 0], scores.topk(min(n_top, scores.shape[1]))
+    rows = zip(own.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
+    return [LogProb(value, tuple(zip(*top, strict=True))) for value, *top in rows]
 
 
 def filter_logits(

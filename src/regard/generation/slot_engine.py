@@ -147,10 +147,12 @@ class SlotColumns:
 
     def move(self, slot: int, to: int) -> None:
         end = self.ends[slot]
+        self._zero(to, end)
         self.data[:, :, to, :, :end] = self.data[:, :, slot, :, :end]
         self.visible[to], self.ends[to] = self.visible[slot], end
 
     def clear(self, slot: int) -> None:
+        self._zero(slot, 0)
         self.visible[slot], self.ends[slot] = -math.inf, 0
         self.visible[slot, :, 0] = 0.0
 
@@ -161,7 +163,12 @@ class SlotColumns:
         self.data[:, :, slot, :, : len(used)] = self.data[:, :, slot].index_select(3, used)
         self.visible[slot, :, : len(used)] = self.visible[slot].index_select(1, used)
         self.visible[slot, :, len(used) :] = -math.inf
+        self._zero(slot, len(used))
         self.ends[slot] = len(used)
+
+    def _zero(self, slot: int, first: int) -> None:
+        """Forget the columns from ``first`` on: for a later text, a leftover NaN times weight 0 would be NaN."""
+        self.data[:, :, slot, :, first : self.ends[slot]] = 0
 
     def reserve(self, n_columns: int) -> None:
         """Grow to at least ``n_columns`` columns."""

@@ -16,6 +16,7 @@ from ..data.record_files import Records
 from ..errors import BadData, UsageError
 from ..foundation.files import atomic_file
 from ..models import Model, ModelOrPath, open_model
+from .cached_engine import check_logits
 from .generate import inference
 from .generation_config import GenerateConfig
 from .prompts import length_batches, max_text_length, pad_sources, source_tensors
@@ -40,7 +41,8 @@ def embed(model: ModelOrPath, texts: str | Sequence[str], *, prompt: str | None 
         lengths = [len(source) for source in sources]
         for batch in length_batches(model, GenerateConfig(), lengths, [0] * len(sources)):
             padded = pad_sources([sources[index] for index in batch], model)
-            vectors[batch] = model.embed(padded.values, padding_mask=padded.padding_mask).cpu().numpy()
+            embedded = check_logits(model.embed(padded.values, padding_mask=padded.padding_mask), "vectors")
+            vectors[batch] = embedded.cpu().numpy()
     return vectors
 
 

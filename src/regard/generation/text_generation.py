@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..data.batching import cut_pair, pair_segments
 from ..models import Model, ModelOrPath, open_model
+from .cached_engine import check_logits
 from .constrained_search import Term
 from .generate import Generated, inference, stream_tokens
 from .generate import generate as generate_tokens
@@ -427,7 +428,7 @@ def classify(model: ModelOrPath, inputs: Any, *, truncate: bool = False, thresho
                 padded = pad_sources([sources[index] for index in batch], model)
                 options = {} if separator is None else {"segments": pair_segments(padded.values, separator)}
                 logits[batch] = model(padded.values, padding_mask=padded.padding_mask, **options).float().cpu()
-    return rank_classes(model, logits, threshold)
+    return rank_classes(model, check_logits(logits), threshold)
 
 
 def _encode_texts(model: Model, inputs: Any, truncate: bool) -> tuple[Any, int | None]:

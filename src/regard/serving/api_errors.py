@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import RegardError
+from ..errors import BadOutput, RegardError
 from ..web.requests import INTERNAL_ERROR, RequestRefused
 from ..web.server import main_problem, sentence_of
 from .request_queue import QueueFull
@@ -48,6 +48,8 @@ def error_document(error: Exception) -> tuple[int, dict[str, Any], dict[str, str
             return 400, error_body(400, sentence_of(problem), field), {}
         case HTTPException():
             return error.status_code, error_body(error.status_code, str(error.detail)), dict(error.headers or {})
+        case BadOutput():
+            return 500, error_body(500, str(error)), {}
         case ValueError() | TypeError() | RegardError():
             return 400, error_body(400, str(error) or type(error).__name__), {}
     return 500, error_body(500, INTERNAL_ERROR.format(type(error).__name__)), {}

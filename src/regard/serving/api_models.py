@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..generation.cached_engine import check_logits
 from ..generation.generation_config import GenerateConfig
 from ..generation.prompts import (
     ModelInputs,
@@ -88,11 +89,13 @@ class ApiModel:
         inputs: ModelInputs,
         fields: dict[str, Any],
         deliver: Callable[[TextEvent], None],
+        reading: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> TextRequest:
-        """Build the request for one input; ``options`` are fields of ``TextRequest``."""
+        """The request for one input: ``reading`` are options of ``PromptReading``, ``options`` of ``TextRequest``."""
         config, strings = self.search_config(fields)
-        return TextRequest(self.scheduler.new_reading(inputs, config), config, deliver, strings, **options)
+        prompt = self.scheduler.new_reading(inputs, config, **(reading or {}))
+        return TextRequest(prompt, config, deliver, strings, **options)
 
     def read_texts(self, inputs: Any, fields: dict[str, Any]) -> list[ModelInputs]:
         """Encode and check texts, token ids or messages; returns one item per input."""
@@ -201,7 +204,7 @@ class ApiModel:
 
     def embed(self, source: Tensor) -> Tensor:
         """Embed the token ids (T,) of one text; returns (M,)."""
-        return self.model.embed(source[None].to(self.model.device))[0].cpu()
+        return check_logits(self.model.embed(source[None].to(self.model.device))[0].cpu(), "vectors")
 
 
 @torch.inference_mode()

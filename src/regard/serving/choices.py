@@ -10,7 +10,9 @@ from typing import Any
 from uuid import uuid4
 
 from ..generation.beam_search import Hypothesis
+from ..generation.prompt_reading import PromptReading
 from ..generation.prompts import ModelInputs
+from ..generation.sampling import LogProb
 from ..generation.stop_conditions import Finish, TextPieces, first_stop_token
 from .api_models import ApiModel
 from .running_text import FailureEvent, SearchEvent, TextEvent, TextRequest, TokenEvent
@@ -23,12 +25,12 @@ class TextChoice:
     """One text of a response while it is generated."""
 
     index: int
-    inputs: ModelInputs
+    reading: PromptReading
     pieces: TextPieces
     text: str = ""
     tokens: list[int] = field(default_factory=list)  # without the end token
-    log_probs: list[float] = field(default_factory=list)
-    tops: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    end_token: list[int] = field(default_factory=list)
+    log_probs: list[LogProb] = field(default_factory=list)  # of the tokens and of the end token
     n_written: int = 0  # number of tokens, including the end token
     score: float | None = None
     finish_reason: str | None = None
@@ -36,13 +38,12 @@ class TextChoice:
     def add(self, event: TokenEvent) -> str:
         """Append tokens; returns the text that they complete."""
         self.n_written += len(event.tokens)
-        content = event.tokens[: len(event.tokens) - min(event.n_ending, 1)]
+        n_content = len(event.tokens) - min(event.n_ending, 1)
+        content, self.end_token = event.tokens[:n_content], list(event.tokens[n_content:])
+        self.log_probs += [] if event.log_prob is None else [event.log_prob]
         piece = ""
         if content:
             self.tokens += content
-            if event.log_prob is not None:
-                self.log_probs.append(event.log_prob)
-                self.tops.append(event.top)
             piece = self.pieces.push(*content)
         if event.finish is not None:
             piece += self.pieces.finish()
@@ -52,7 +53,7 @@ class TextChoice:
 
     @property
     def mean_log_prob(self) -> float:
-        return sum(self.log_probs) / max(1, len(self.log_probs))
+        return sum(each.value or 0.0 for each in self.log_probs[: len(self.tokens)]) / max(1, len(self.tokens))
 
 
 class Writing:
@@ -74,7 +75,8 @@ class Writing:
         strings = () if request.strings is None else request.strings.strings
         decode, first = self.model.decode_for(inputs), first_stop_token(request.config)
         group = [
-            TextChoice(len(self.choices) + n, inputs, TextPieces(decode, strings, first)) for n in range(n_choices)
+            TextChoice(len(self.choices) + n, request.reading, TextPieces(decode, strings, first))
+            for n in range(n_choices)
         ]
         self.requests.append(request)
         self._groups.append(group)

@@ -34,8 +34,9 @@ class EngineScheduler(Scheduler):
 
     def submit(self, *requests: TextRequest) -> None:
         for request in requests:
-            if request.new_constraint is not None or request.strings is not None or request.n_top is not None:
-                names = "response_format, stop and logprobs"
+            options = request.new_constraint, request.strings, request.n_top
+            if options != (None, None, None) or request.reading.limit == 0:
+                names = "response_format, stop, logprobs and max_tokens=0"
                 raise ValueError(f"the {self.engine.name} engine does not support {names}; use --engine torch")
         super().submit(*requests)
 

@@ -43,11 +43,11 @@ class OpenAIDocument:
         if not piece and choice.finish_reason is None:
             return None
         start = self._n_logged.get(choice.index, 0)
-        self._n_logged[choice.index] = len(choice.tokens)
+        self._n_logged[choice.index] = choice.n_written
         return self.frame() | {"choices": [self.delta(choice, piece, start)]}
 
     def attention_chunk(self, choice: TextChoice) -> dict[str, Any]:
-        return self.frame() | {"choices": [self.delta(choice, "", len(choice.tokens)) | self.extras[choice.index]]}
+        return self.frame() | {"choices": [self.delta(choice, "", choice.n_written) | self.extras[choice.index]]}
 
     def entry(self, choice: TextChoice) -> dict[str, Any]:
         raise NotImplementedError
@@ -93,23 +93,31 @@ class CompletionDocument(OpenAIDocument):
 
     def _echo(self, choice: TextChoice) -> str:
         assert isinstance(self.body, CompletionBody)
-        return self.model.codec.decode(choice.inputs.rows[0]) if self.body.echo else ""
+        return self.model.codec.decode(choice.reading.row) if self.body.echo else ""
 
     def _log_probs(self, choice: TextChoice, start: int) -> dict[str, Any]:
         """log P of the tokens from ``start`` on; a stream sends each of them once.
 
         As with OpenAI, the chosen token is always among the likeliest, so there may be one more of them than requested.
+        With ``echo`` the prompt's tokens come first, and an end token last: clients count on one entry for each token.
         """
-        texts, log_probs = [self.spell(token)[0] for token in choice.tokens[start:]], choice.log_probs[start:]
+        assert isinstance(self.body, CompletionBody)
+        echo, prompt = self.body.echo, choice.reading.row
+        tokens = (choice.tokens + choice.end_token if echo else choice.tokens)[start:]
+        log_probs, texts = choice.log_probs[start : start + len(tokens)], [self.spell(token)[0] for token in tokens]
         n_before = self._n_letters.get(choice.index, len(self._echo(choice)))
-        *offsets, end = accumulate(map(len, texts), initial=n_before)
-        self._n_letters[choice.index] = end
-        tops = [{self.spell(token)[0]: value for token, value in top} for top in choice.tops[start:]]
-        chosen = [{text: value} for text, value in zip(texts, log_probs, strict=True)]
+        offsets = list(accumulate(map(len, texts), initial=n_before))
+        if echo and choice.index not in self._n_letters:
+            spans = self.model.codec.target.token_spans(prompt)
+            offsets = [span.start for span in spans for _ in range(span.first, span.last)] + offsets
+            texts, log_probs = [self.spell(token)[0] for token in prompt] + texts, choice.reading.log_probs + log_probs
+        self._n_letters[choice.index] = offsets.pop()
+        tops = [{self.spell(token)[0]: value for token, value in each.top} for each in log_probs]
+        rows = zip(texts, log_probs, tops, strict=True)
         return {
             "tokens": texts,
-            "token_logprobs": log_probs,
-            "top_logprobs": [{**top, **own} for top, own in zip(tops, chosen, strict=True)],
+            "token_logprobs": [each.value for each in log_probs],
+            "top_logprobs": [None if each.value is None else {**top, text: each.value} for text, each, top in rows],
             "text_offset": offsets,
         }
 
@@ -144,13 +152,13 @@ class ChatDocument(OpenAIDocument):
         if not self.body.logprobs:
             return None
 
-        def token_entry(token: int, value: float) -> dict[str, Any]:
+        def token_entry(token: int, value: float | None) -> dict[str, Any]:
             text, spelled = self.spell(token)
             return {"token": text, "logprob": value, "bytes": list(spelled)}
 
-        rows = zip(choice.tokens[start:], choice.log_probs[start:], choice.tops[start:], strict=True)
+        log_probs = choice.log_probs[start : len(choice.tokens)]  # without that of the end token
         content = [
-            token_entry(token, value) | {"top_logprobs": [token_entry(*one) for one in top]}
-            for token, value, top in rows
+            token_entry(token, each.value) | {"top_logprobs": [token_entry(*one) for one in each.top]}
+            for token, each in zip(choice.tokens[start:], log_probs, strict=True)
         ]
         return {"content": content, "refusal": None}

@@ -108,6 +108,7 @@ class OpenAIBody(SearchBody):
 
 class CompletionBody(OpenAIBody):
     prompt: Prompts
+    max_tokens: Annotated[Count, Field(ge=0, lt=2**31)] | None = None  # 0 with echo: nothing but the prompt
     best_of: Annotated[Count, Field(ge=1, le=MAX_CHOICES)] | None = None
     logprobs: Annotated[Count, Field(ge=0, le=20)] | None = None
     echo: bool = False

@@ -64,7 +64,7 @@ async def _state(request: Request) -> ServingState:  # async: FastAPI runs other
 
 
 State = Annotated[ServingState, Depends(_state)]
-router = APIRouter(prefix="/v1", responses={"4XX": {"model": ApiErrorBody}})
+router = APIRouter(prefix="/v1", responses={"4XX": {"model": ApiErrorBody}, "5XX": {"model": ApiErrorBody}})
 
 
 @router.get("/models")
@@ -87,6 +87,11 @@ async def completions(state: State, body: CompletionBody) -> Response:
         raise ApiError(400, f"best_of={best_of} must be at least n={body.n}", "best_of")
     if best_of > body.n and (body.stream or body.beams):
         raise ApiError(400, "best_of > n cannot be combined with stream or beams", "best_of")
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens=0 needs echo: true, as there would be nothing to return", "max_tokens")
+    if body.echo and body.logprobs is not None and not model.model.is_decoder_only:
+        message = f"model {model.id!r} has an encoder, whose prompt has no log P: echo cannot be combined with logprobs"
+        raise ApiError(400, message, "echo")
     n_top = body.logprobs if body.logprobs is not None else (0 if best_of > body.n else None)
     prompts = _as_list(body.prompt)
     build = partial(_new_writing, model, body, prompts, _DEFAULT_TOKENS, n_top, best_of)
@@ -216,7 +221,9 @@ def _new_writing(
     fields = model.search_fields(body.model_copy(update={"n": n_choices}), default_tokens)
     if n_top is not None and body.beams is not None and body.beams > 1:
         raise ApiError(400, "logprobs cannot be combined with beams", "logprobs")
-    options = {"n_top": n_top, "priority": body.priority, **model.constraint_options(body)}
+    lists_prompt = isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
+    reading = {"n_top": n_top if lists_prompt else None, "writes": body.max_tokens != 0}
+    options = {"n_top": n_top, "priority": body.priority, "reading": reading, **model.constraint_options(body)}
     writing = Writing(model)
     for item in model.read_texts(inputs, fields):
         writing.add(item, fields, n_choices, **options)
@@ -269,7 +276,7 @@ async def _add_attention(
     if body.attention is None:
         return
     for choice in choices:
-        start_look = partial(model.look_at_text, choice.inputs, choice.tokens)
+        start_look = partial(model.look_at_text, choice.reading.inputs, choice.tokens)
         extras[choice.index] = {"attention": await model.attention(start_look, body.attention)}
 
 
@@ -318,7 +325,9 @@ async def _respond_as_openai(document: OpenAIDocument, best_of: int) -> Response
     if best_of > body.n:
         choices = _best_of(choices, best_of, body.n)
     await _add_attention(writing.model, choices, body, document.extras)
-    return await _respond(document.whole(choices), is_large=body.attention is not None)
+    is_large = body.attention is not None or len(choices[0].reading.log_probs) > 1
+    whole = await asyncio.to_thread(document.whole, choices) if is_large else document.whole(choices)
+    return await _respond(whole, is_large)
 
 
 async def _stream(document: OpenAIDocument) -> Response:

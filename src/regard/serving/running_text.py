@@ -15,11 +15,19 @@ import torch
 from torch import Tensor
 
 from ..generation.beam_search import BeamSearch, Hypothesis
-from ..generation.cached_engine import NAN_LOGITS
+from ..generation.cached_engine import nan_error
 from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompt_reading import PromptReading
-from ..generation.sampling import draw_tokens, filter_logits, has_filters, reads_text, uniform_draws
+from ..generation.sampling import (
+    LogProb,
+    draw_tokens,
+    filter_logits,
+    has_filters,
+    log_probs_of,
+    reads_text,
+    uniform_draws,
+)
 from ..generation.slot_engine import BlockDraws, Slot
 from ..generation.stop_conditions import END, GOING_ON, LENGTH, TEXT, Finish, StopStrings, finish_reason, stop_codes
 
@@ -39,8 +47,7 @@ class TokenEvent(NamedTuple):
 
     copy: int  # which of the request's texts
     tokens: tuple[int, ...]
-    log_prob: float | None = None  # of a single token, before temperature and filters; None unless requested
-    top: tuple[tuple[int, float], ...] = ()  # the request's n_top likeliest tokens with their log P
+    log_prob: LogProb | None = None  # of a single token, before temperature and filters; None unless requested
     finish: Finish | None = None
     n_ending: int = 0  # number of final tokens that are the end token or the stop sequence
 
@@ -140,11 +147,11 @@ class SampledText:
         """The uniform random number that decides the next token, (1,)."""
         return None if self._draws is None else self._draws[len(self.tokens) : len(self.tokens) + 1]
 
-    def add(self, token: int, log_prob: float | None, top: tuple[tuple[int, float], ...]) -> TokenEvent:
+    def add(self, token: int, log_prob: LogProb | None) -> TokenEvent:
         """Append a token; returns its event."""
         finish, n_ending = self._end(token)
         self.tokens.append(token)
-        return TokenEvent(self.copy, (token,), log_prob, top, finish, n_ending)
+        return TokenEvent(self.copy, (token,), log_prob, finish, n_ending)
 
     @property
     def takes_blocks(self) -> bool:
@@ -166,7 +173,7 @@ class SampledText:
         first = len(self.tokens)
         for token in tokens:
             if token < 0:
-                raise ValueError(NAN_LOGITS)
+                raise nan_error()
             finish, n_ending = self._end(token)
             self.tokens.append(token)
             if finish is not None:
@@ -199,7 +206,7 @@ def choose_tokens(
 
     Returns an event, or the exception that a text raised, for each row.
     """
-    chosen: list[int | Exception] = [ValueError(NAN_LOGITS) if token < 0 else token for token in likeliest]
+    chosen: list[int | Exception] = [nan_error() if token < 0 else token for token in likeliest]
     groups: dict[Hashable, list[int]] = {}
     for row, text in enumerate(texts):
         if text.chooses and likeliest[row] >= 0:
@@ -211,7 +218,7 @@ def choose_tokens(
     events: list[TokenEvent | Exception] = []
     for row, (text, token) in enumerate(zip(texts, chosen, strict=True)):
         try:
-            events.append(token if isinstance(token, Exception) else text.add(token, *log_probs.get(row, (None, ()))))
+            events.append(token if isinstance(token, Exception) else text.add(token, log_probs.get(row)))
         except Exception as error:  # for example from a grammar
             events.append(error)
     return events
@@ -231,22 +238,16 @@ def _choose_together(texts: Sequence[SampledText], logits: Tensor) -> Sequence[i
         return [token for text, row in rows for token in _choose_together([text], row)]
 
 
-def _log_probs(
-    texts: Sequence[SampledText], logits: Tensor, chosen: Sequence[int | Exception]
-) -> dict[int, tuple[float, tuple[tuple[int, float], ...]]]:
+def _log_probs(texts: Sequence[SampledText], logits: Tensor, chosen: Sequence[int | Exception]) -> dict[int, LogProb]:
     """log P of the chosen and of the likeliest tokens, by row, for the texts that request them."""
     rows_by_count: dict[int, list[int]] = {}
     for row, text in enumerate(texts):
         if text.request.n_top is not None and not isinstance(chosen[row], Exception):
             rows_by_count.setdefault(text.request.n_top, []).append(row)
-    by_row: dict[int, tuple[float, tuple[tuple[int, float], ...]]] = {}
+    by_row: dict[int, LogProb] = {}
     for n_top, rows in rows_by_count.items():
-        scores = logits[rows].log_softmax(-1)  # (n, V)
-        tokens = torch.tensor([chosen[row] for row in rows], device=scores.device)
-        token_scores = scores.gather(1, tokens[:, None])[:, 0].tolist()
-        best = scores.topk(min(n_top, scores.shape[1]))
-        for row, log_prob, *top in zip(rows, token_scores, best.indices.tolist(), best.values.tolist(), strict=True):
-            by_row[row] = log_prob, tuple(zip(*top, strict=True))
+        tokens = torch.tensor([chosen[row] for row in rows], device=logits.device)
+        by_row |= zip(rows, log_probs_of(logits[rows], tokens, n_top), strict=True)
     return by_row
 
 

@@ -80,9 +80,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ from any thread
 
-    def new_reading(self, inputs: ModelInputs, config: GenerateConfig) -> PromptReading:
-        """The prompt of a request; raises ValueError if it is too long."""
-        return PromptReading(self.model, inputs, config, self._prefixes)
+    def new_reading(self, inputs: ModelInputs, config: GenerateConfig, **options: Any) -> PromptReading:
+        """The prompt of a request; raises ValueError if it is too long. ``options`` are those of ``PromptReading``."""
+        return PromptReading(self.model, inputs, config, self._prefixes, **options)
 
     def submit(self, *requests: TextRequest) -> None:
         """Add the requests of one client to the queue, all of them or none."""
@@ -199,6 +199,10 @@ class Scheduler:
                 self._reading.remove(request)
             if error is not None:
                 self.end(request, FailureEvent(error))
+            elif request.reading.is_read and request.reading.limit == 0:  # it is only about the prompt
+                for copy in range(request.copies):
+                    self.report(request, TokenEvent(copy, (), finish="length"), is_urgent=True)
+                self.end(request)
             elif request.reading.is_read:
                 ready.append(request)
         self.batches.start(ready)
@@ -240,6 +244,7 @@ class Scheduler:
             return
         self._running.discard(request)
         self.batches.leave(request)
+        request.reading.release()
         request.finished = time.monotonic()
         if failure is not None:
             self.report(request, failure, is_urgent=True)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import first_line
+from ..errors import BadOutput, first_line
 from ..generation.beam_search import NO_TEXT, Hypothesis
 from ..generation.cached_engine import likeliest_tokens
 from ..generation.cuda_graph import BLOCK_STEPS, can_choose_captured
@@ -333,7 +333,7 @@ class TextBatches:
     def _count_steps(self, slot: Slot, n: int, found: list[Hypothesis] | None) -> None:
         """Count n steps of a search, one token each, and report the texts that it has found once it is over."""
         if found == []:
-            self._reporter.end(slot.owner.request, FailureEvent(ValueError(NO_TEXT)))
+            self._reporter.end(slot.owner.request, FailureEvent(BadOutput(NO_TEXT)))
             return
         if found is not None:
             self._reporter.report(slot.owner.request, SearchEvent(found), is_urgent=True)

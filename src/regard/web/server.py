@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from ..errors import RegardError, UsageError
+from ..errors import BadOutput, RegardError, UsageError
 from .api_keys import ApiKeys
 from .requests import HAS_LONG_HEADERS, INTERNAL_ERROR, App, Limits, RequestGuard, RequestRefused, is_local
 
@@ -101,6 +101,8 @@ def _add_error_handlers(app: Any) -> None:
                 return 422, sentence_of(main_problem(error))
             case HTTPException():
                 return error.status_code, str(error.detail)
+            case BadOutput():
+                return 500, str(error)
             case ValueError() | TypeError() | RegardError():
                 return 422, str(error) or type(error).__name__
         return 500, INTERNAL_ERROR.format(type(error).__name__)
