@@ -8,6 +8,7 @@ score is the sum over all pairs of writers plus the position bias. RoPE's rotati
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -129,11 +130,16 @@ def unchanged_heads(module: MultiHeadAttention) -> set[str]:
 
     Found by trying it on numbers, because a class of your own may do anything.
     """
-    generator = torch.Generator().manual_seed(0)
-    counts = (module.n_heads, module.n_kv_heads, module.n_kv_heads)
-    q, k, v = (torch.randn(1, n, 3, module.d_head, generator=generator).to(module.w_q) for n in counts)
+    q, k, v = random_heads(module)
     new = module.mechanism.prepare(q, k, v, None, Frame.of(q, k))
     return {name for name, x, y in (("q", q, new.q), ("k", k, new.k), ("v", v, new.v)) if torch.equal(x, y)}
+
+
+def random_heads(module: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (1, H, 3, D), keys and values (1, G, 3, D) on which a mechanism can be tried."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q, *kv = (draw(1, n, 3, module.d_head).to(module.w_q) for n in (module.n_heads, *[module.n_kv_heads] * 2))
+    return q, kv[0], kv[1]
 
 
 def _split_query(
