@@ -25,6 +25,7 @@ from torch import Tensor
 import regard
 from generation.spoken import LINES
 from models.small import decode
+from regard.attention import Dot, Frame
 from regard.cli import completion
 from regard.config import MIXERS, ModelConfig, mixers
 from regard.config.overrides import parse_overrides
@@ -34,6 +35,8 @@ from regard.experiments.ablations import ablation
 from regard.experiments.bench_attention import Setup, build_run, choose_contenders
 from regard.foundation import plugins
 from regard.generation import generate
+from regard.lens.patching import logit_difference
+from regard.lens.residual_graph import path_patching
 from regard.models import Decoder
 from regard.text.processor import Processor
 from regard.text.tokenizer_training import train_tokenizer
@@ -293,3 +296,56 @@ def test_one_file_and_one_entry_in_the_package(tmp_path: Path) -> None:
     assert shape == "torch.Size([1, 3, 30]) Cosine"
     assert "'cosine'" in cells
     assert str(tmp_path) in where
+
+
+class TalkingScores(torch.nn.Module, Dot):
+    """Talking heads (Shazeer et al. 2020) where they do not belong: a tile is asked for some of the heads."""
+
+    def __init__(self, n_heads: int, d_head: int) -> None:
+        super().__init__()
+        self.mix = torch.nn.Parameter(torch.eye(n_heads) + 0.1 * torch.randn(n_heads, n_heads))
+
+    def operands(self, frame: Frame) -> tuple[Tensor, ...]:
+        return (self.mix[frame.heads],)
+
+    def tile(self, q: Tensor, k: Tensor, operands: tuple[Tensor, ...] = ()) -> Tensor:
+        return torch.einsum("hg,bgrc->bhrc", operands[0], super().tile(q, k))
+
+
+class TalkingHeads(torch.nn.Module, Dot):
+    """The same as one dot product of all heads' queries, weighted, with all heads' keys."""
+
+    def __init__(self, n_heads: int, d_head: int) -> None:
+        super().__init__()
+        self.scale = d_head**-0.5
+        self.mix = torch.nn.Parameter(torch.eye(n_heads) + 0.1 * torch.randn(n_heads, n_heads))
+
+    def queries(self, q: Tensor) -> Tensor:  # (B, H, T, H · D)
+        return torch.einsum("hg,bgtd->bhtgd", self.mix, q).flatten(3)
+
+    def keys(self, k: Tensor) -> Tensor:  # (B, H, S, H · D), the same for all heads
+        return k.transpose(1, 2).flatten(2)[:, None].expand(-1, k.shape[1], -1, -1)
+
+
+def test_heads_that_mix_their_scores_are_read_exactly_or_not_at_all() -> None:
+    torch.manual_seed(0)
+    looks = {}
+    for mechanism in (TalkingHeads, TalkingScores):
+        model = regard.build("gpt2", **SIZES, vocab_size=31).eval()
+        for block in model.decoder.blocks:
+            block.attention.mechanism = mechanism(4, 6)
+        look = looks[mechanism] = regard.look(model, [5, 6, 7, 8, 9])
+        record = regard.capture(model, [5, 6, 7, 8, 9])
+        q, k, _ = model.decoder.blocks[0].attention.qkv(record["decoder.blocks.0.attention.input"])
+        mix = model.decoder.blocks[0].attention.mechanism.mix
+        scores = torch.einsum("hg,bgrc->bhrc", mix, q @ k.transpose(2, 3) * 6**-0.5)
+        hidden = torch.ones(5, 5).triu(1).bool()
+        expected = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        torch.testing.assert_close(look.map(layer=0).tile(), expected)
+        metric = logit_difference(model, 4, 5)
+        with pytest.raises(ValueError, match="separate attention heads"):  # a query reaches every head's output
+            path_patching(model, [5, 6, 7], [5, 8, 7], metric, [("self.0.1", "self.1.1.q", "logits")])
+        if mechanism is TalkingHeads:
+            torch.testing.assert_close(look.weights(layer=0, head=1), expected[0, 1])
+    with pytest.raises(ValueError, match=r"TalkingScores\.tile mixes heads, so it cannot score one head alone"):
+        looks[TalkingScores].weights(layer=0, head=1)

@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "one norm for both": ("gpt2", {"parallel_residual": "one-norm"}),
     "layer scale": ("gpt2", {"layer_scale": 0.5}),
     "alibi": ("gpt2", {"positions": "alibi"}),
+    "normed queries, capped, sinks": ("llama-1b", {"qk_norm": True, "score_cap": 5.0, "attention_sinks": True}),
 }
 MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {  # which change queries and keys before they score them
     "additive": ("gpt2", {"mixer": "additive", "n_kv_heads": 2}),

@@ -22,20 +22,22 @@ from regard.lens.why import split_query
         ("llama-1b", {"n_kv_heads": 2}),
         ("llama-1b", {"norm_place": "both"}),
         ("gpt2", {"layer_scale": 0.1}),
+        ("gpt2", {"norm_place": "post"}),
     ],
-    ids=["gpt2", "grouped", "norms on both sides", "layer scale"],
+    ids=["gpt2", "grouped", "norms on both sides", "layer scale", "post-norm"],
 )
 def test_what_heads_move_is_what_the_logits_of_their_keys_get(name: str, fields: dict[str, Any]) -> None:
     model = small(name, **fields).double()
     record = capture(model, [[5, 6, 7, 8, 9, 5]])
     found = moved_logits(record)
-    total = 0.0
+    total = torch.zeros(2).double()
     for query in range(6):  # the attribution of each key's own token, over the mean of the vocabulary
-        every = [record.logit_attribution(token, position=query).tokens(layer=1)[2] for token in range(31)]
-        mean = torch.stack(every).mean(0)
+        logits = [record.logit_attribution(token, position=query) for token in range(31)]
+        every = torch.stack([torch.stack([each.tokens(layer=n)[2] for n in range(2)]) for each in logits])
+        mean = every.mean(0)  # (layers, keys)
         for key, token in enumerate([5, 6, 7, 8, 9, 5]):
-            total += float(every[token][key] - mean[key]) / 6
-    assert float(found[1, 2]) == pytest.approx(total, abs=1e-5)
+            total += (every[token] - mean)[:, key] / 6
+    torch.testing.assert_close(found[:, 2].double(), total, atol=1e-5, rtol=0)
 
 
 def test_writers_of_a_query_sum_to_its_scores() -> None:

@@ -16,6 +16,7 @@ from regard.lens.activations import capture
 from regard.lens.interventions import no_causal_mask, patch
 from regard.lens.patch_runner import PatchRunner
 from regard.lens.patching import Over, attribution_patching, logit_difference, patching_sweep
+from regard.lens.residual_graph import edge_scores
 from regard.models import Model
 
 FAMILIES = {"decoder": "gpt2", "grouped": "llama-1b", "translator": "transformer-base", "classifier": "sentiment"}
@@ -222,3 +223,13 @@ def test_wrong_pairs_are_refused_in_a_sentence() -> None:
         patching_sweep(small("bert-base"), [[4, 5]], [[4, 6]], metric)
     with pytest.raises(ValueError, match="by_position=False"):
         patching_sweep(model, [[4, 5, 6], [4, 5]], [[4, 7, 6], [7, 5]], metric)
+
+
+def test_gradients_are_computed_inside_the_caller_s_no_grad() -> None:
+    model = small("gpt2")
+    clean, corrupted, metric = prompts(model, 2), prompts(model, 9), logit_difference(model, 1, 2)
+    expected = attribution_patching(model, clean, corrupted, metric).effects
+    _, edges = edge_scores(model, clean, corrupted, metric, steps=1)
+    with torch.no_grad():
+        assert torch.equal(attribution_patching(model, clean, corrupted, metric).effects, expected)
+        assert torch.equal(edge_scores(model, clean, corrupted, metric, steps=1)[1], edges)

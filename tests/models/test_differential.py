@@ -157,7 +157,7 @@ def test_a_map_can_be_taken_out() -> None:
 def test_what_single_maps_write_is_refused_and_the_whole_adds_up() -> None:
     model = model_of()
     record = regard.capture(model, TEXT)
-    with pytest.raises(ValueError, match="mechanism 'differential' combines its maps before W_o"):
+    with pytest.raises(ValueError, match="mechanism 'differential' changes the heads' sums before W_o"):
         record.head_results(layer=0)
     found = record.logit_attribution()
     assert found.logit == pytest.approx(float(model(torch.tensor([TEXT]))[0, -1].max()), abs=1e-4)

@@ -110,14 +110,14 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def writes_by_head(self) -> bool:
-        """Whether each head's weighted sum is projected by its own columns of W_o."""
-        return self.mechanism.maps == 1
+        """Whether each head's weighted sum is projected by its own columns of W_o, and nothing changes it before."""
+        return self.mechanism.maps == 1 and type(self.mechanism).combine is Mechanism.combine
 
     def head_outputs(self) -> Tensor:
         """W_o by head (M, H, D), which maps a head's weighted sum to its output; a view."""
         if not self.writes_by_head:
             name = self.mechanism.name
-            raise ValueError(f"mechanism {name!r} combines its maps before W_o, so a single map has no output")
+            raise ValueError(f"mechanism {name!r} changes the heads' sums before W_o, so a single head has no output")
         return self.w_o.weight.unflatten(1, (self.n_heads, self.d_head))
 
     @property

@@ -100,6 +100,13 @@ class ScoreMatrix:
         return self.frame.n_batch * self.frame.n_heads
 
 
+def _first_scores(scoring: ScoreMatrix) -> Tensor:
+    """The mechanism's scores of the first query and two keys in at least fp32, (B, H, 1, 2)."""
+    exact = torch.promote_types(scoring.q.dtype, torch.float32)
+    operands = tuple(x.to(exact) for x in scoring.mechanism.operands(scoring.frame))
+    return scoring.mechanism.tile(scoring.q[:, :, :1].to(exact), scoring.k[:, :, :2].to(exact), operands)
+
+
 def select_rows(x: Tensor, span: Span) -> Tensor:
     return x[:, :, span] if isinstance(span, slice) else x.index_select(2, span)  # 3 × faster than x[:, :, span]
 
@@ -176,6 +183,13 @@ class TileWalk:
             k = whole.k[b, [head // group for head in heads]]
         sinks = None if whole.sinks is None else whole.sinks[h]
         scoring = replace(whole, q=whole.q[b, h], k=k, frame=whole.frame.part(batch, heads), sinks=sinks)
+        if len(heads) < self.shape[1]:
+            own, all_heads = _first_scores(scoring), _first_scores(whole)[b, h]
+            if (own - all_heads).abs().max() > 1000 * torch.finfo(
+                own.dtype
+            ).eps * all_heads.abs().max():  # not rounding
+                name = f"{type(whole.mechanism).__name__}.tile"
+                raise ValueError(f"{name} mixes heads, so it cannot score one head alone; mix them in queries and keys")
         return TileWalk(scoring, self.lse[b, h])
 
     def scores(self, rows: Span, cols: Span, masked: bool) -> Tensor:

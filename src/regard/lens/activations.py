@@ -246,6 +246,7 @@ class ActivationRecord(Mapping[str, Tensor]):
         norm, before = norm_before(self.model, full_name(name))
         return norm_scale(norm, self[before])
 
+    @torch.enable_grad()  # also inside the caller's no_grad
     def gradients(self, metric: Metric | Tensor) -> dict[str, Tensor]:
         """d metric / d activation for every captured site, without those that the metric does not depend on.
 

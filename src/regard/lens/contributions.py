@@ -21,10 +21,9 @@ from torch import Tensor
 from ..attention import MultiHeadAttention
 from ..attention.attention_map import Pick
 from ..attention.frame import ALL
-from ..layers import LayerNorm
 from .capture import attention_name, attention_site, attention_sites, resolve_kind, resolve_layer
 from .notebook import heatmap_html
-from .residual import check_float_weights, check_reads_source, layer_block, norm_gain, norm_scale
+from .residual import check_float_weights, check_reads_source, layer_block, norm_scale, unscaled_norm
 
 if TYPE_CHECKING:
     from .activations import ActivationRecord
@@ -191,5 +190,4 @@ def _linear_norm(norm: Any, parts: Tensor, constant: Tensor | float = 0.0) -> Te
     if norm is None:
         return parts
     scale = norm_scale(norm, parts.sum(1) + constant)[:, None, None]
-    centred = parts - parts.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else parts
-    return centred / scale * norm_gain(norm).to(parts)
+    return unscaled_norm(norm, parts) / scale

@@ -140,8 +140,8 @@ def _weight_on_first(seen: Look, patterns: HeadPatterns) -> Tensor:
 def moved_logits(record: ActivationRecord, prompt: int = 0) -> Tensor:
     """The logits that each head adds to the tokens it attends to, averaged over queries (L, H):
 
-    Σ_j a_ij (u_j − ū) W_o v_j    through the norm of the sub-layer's output and the final norm; u_j: output row of
-                                  token j, ū: mean of all output rows
+    Σ_j a_ij (u_j − ū) W_o v_j    through all norms between the head and the logits; u_j: output row of token j,
+                                  ū: mean of all output rows
     """
     model: Any = record.model
     table = output_matrix(model).double()
@@ -150,9 +150,16 @@ def moved_logits(record: ActivationRecord, prompt: int = 0) -> Tensor:
     states = record[f"decoder.blocks.{len(attention_sites(model)['self']) - 1}.output"][prompt, : len(tokens)].double()
     gains, scales = fold_norm(model.decoder.norm, rows), norm_scale(model.decoder.norm, states)
     scores = []
-    for layer, site in enumerate(attention_sites(model)["self"]):
+    for layer, site in reversed([*enumerate(attention_sites(model)["self"])]):
         module: Any = site.owner
-        norm = layer_block(model, "self", layer).residuals().attention.output
+        block, stem = layer_block(model, "self", layer), f"decoder.blocks.{layer}"
+        norms = block.residuals()
+        for part, before in (("ff", "after_attention"), ("attention", "input")):
+            if (total := getattr(norms, part).total) is not None:  # post-norm
+                summed = record[f"{stem}.{before}"] * block.residual + record[f"{stem}.{part}.output"]
+                scales = scales * norm_scale(total, summed[prompt, : len(tokens)].double())
+                gains = fold_norm(total, gains)
+        norm = norms.attention.output
         heads = record[f"{attention_name('self', layer)}.heads"][prompt, :, : len(tokens)]
         divisors = scales * norm_scale(norm, module.w_o(heads.transpose(0, 1).flatten(1)).double())  # (T,)
         v = head_values(record, "self", layer, prompt)[:, : len(tokens)].double()
@@ -164,7 +171,7 @@ def moved_logits(record: ActivationRecord, prompt: int = 0) -> Tensor:
         pushed = torch.nn.functional.pad(pushed, (0, weights.shape[2] - len(tokens)))
         received = weights.push(pushed)[0, :, 0, : len(tokens)].double()
         scores.append((received * moved).sum(-1))
-    return torch.stack(scores).float().cpu()
+    return torch.stack(scores[::-1]).float().cpu()
 
 
 @torch.no_grad()

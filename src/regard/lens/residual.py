@@ -231,6 +231,15 @@ def fold_norm(norm: Any, readout: Tensor) -> Tensor:
     return scaled - scaled.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else scaled
 
 
+def unscaled_norm(norm: Any, x: Tensor) -> Tensor:
+    """What a norm, layer scale or gate makes of x (…, M), without its bias and the division by its scale: linear in x.
+
+    The counterpart of ``fold_norm``: this applies the norm to outputs, that to the maps that read them.
+    """
+    centred = x - x.mean(-1, keepdim=True) if isinstance(norm, LayerNorm) else x
+    return centred * norm_gain(norm).to(x)
+
+
 def norm_gain(norm: Any) -> Tensor:
     """The factors (M,) or (1,) of a norm, a layer scale or a gate, in fp64; 1 where there is none."""
     if norm is None or isinstance(norm, nn.Identity):

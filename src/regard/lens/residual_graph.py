@@ -31,6 +31,7 @@ from .capture import Head, stacks
 from .interventions import patch
 from .patching import check_ends_differ, metrics_of_pairs, read_pairs
 from .residual import check_float_weights, check_reads_source
+from .why import random_heads
 
 
 class Edge(NamedTuple):
@@ -69,7 +70,9 @@ class ResidualGraph:
             name: [x.blocks[n % len(x.blocks)] for n in range(x.n_layers)] for name, x in by_name.items()
         }
         if not by_name or not all(_is_supported(block) for layers in blocks.values() for block in layers):
-            raise ValueError("circuits need a pre-norm model with attention heads and a residual stream in every layer")
+            raise ValueError(
+                "circuits need a pre-norm model with a residual stream and separate attention heads in every layer"
+            )
         if len({layers[0].attention.d_model for layers in blocks.values()}) > 1:
             raise ValueError("circuits need an encoder and a decoder of the same width")
         check_reads_source(model)
@@ -156,6 +159,7 @@ class ResidualGraph:
                 parts[part.writers] = [record[f"{part.name}.output"][0]]
         return _stack_padded(parts)
 
+    @torch.enable_grad()
     def reader_gradients(self, record: ActivationRecord, metric: Metric) -> Tensor:
         """d metric / d residual stream through each reader alone (readers, T, M)."""
         gradients = record.gradients(metric)
@@ -187,7 +191,21 @@ def _is_supported(block: Any) -> bool:
     attention = block.attention
     if not isinstance(attention, MultiHeadAttention) or attention.n_global or attention.mechanism.kind == "summary":
         return False
-    return attention.writes_by_head and block.ff is not None and block.norm_place == "pre" and block.residual
+    is_plain = block.ff is not None and block.norm_place == "pre" and block.residual
+    return is_plain and attention.writes_by_head and not _mixes_heads(attention)
+
+
+@torch.no_grad()
+def _mixes_heads(module: MultiHeadAttention) -> bool:
+    """Whether a head's output depends on another head's query, key or value; found by changing those of the first."""
+    q, k, v = random_heads(module)
+    new_q, new_k, new_v = (torch.cat((-x[:, :1], x[:, 1:]), 1) for x in (q, k, v))
+    before, of_query, of_key = (
+        run(prepare(*heads, mechanism=module.mechanism), "auto").output
+        for heads in ((q, k, v), (new_q, k, v), (q, new_k, new_v))
+    )
+    size = module.n_heads // module.n_kv_heads
+    return not (torch.equal(of_query[:, 1:], before[:, 1:]) and torch.equal(of_key[:, size:], before[:, size:]))
 
 
 def _apply(norm: Any, x: Tensor) -> Tensor:

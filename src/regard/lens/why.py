@@ -8,13 +8,14 @@ score is the sum over all pairs of writers plus the position bias. RoPE's rotati
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..attention import Dot, MultiHeadAttention
-from ..attention.mechanisms import Mechanism, Sigmoid
+from ..attention import Dot, Frame, MultiHeadAttention
+from ..attention.mechanisms import CappedDot, Sigmoid
 from ..models.sites import norms_around
 from .capture import attention_site
 from .notebook import table_html
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 class ScoreSplit:
     """One attention score as a sum over pairs (writer of the query, writer of the key)."""
 
-    score: float  # as the model computes it, before mask and softmax
+    score: float  # as the model computes it, before soft cap, mask and softmax
     pairs: Tensor  # (query writers, key writers), fp64
     queries: list[str]  # names of the rows of ``pairs``: "token", "position", "self.0.3", "ff.1", "bias"
     keys: list[str]  # names of its columns
@@ -118,10 +119,27 @@ def _dot_attention(record: ActivationRecord, kind: str, layer: int, head: int) -
 def has_dot_scores(module: Any) -> bool:
     """Whether the scores of an attention are dot products of its queries and keys, which no mechanism changes first."""
     mechanism = module.mechanism if isinstance(module, MultiHeadAttention) else None
-    if not isinstance(mechanism, Dot) or mechanism.kind not in ("dot", "capped", "sigmoid"):
+    if not isinstance(mechanism, Dot) or type(mechanism).tile not in (Dot.tile, CappedDot.tile, Sigmoid.tile):
         return False
-    own = type(mechanism)
-    return own.queries is Mechanism.queries and own.keys is Mechanism.keys
+    return {"q", "k"} <= unchanged_heads(module)
+
+
+@torch.no_grad()
+def unchanged_heads(module: MultiHeadAttention) -> set[str]:
+    """Which of q, k and v a mechanism uses as they were projected: no feature map, no projection, no mixing of tokens.
+
+    Found by trying it on numbers, because a class of your own may do anything.
+    """
+    q, k, v = random_heads(module)
+    new = module.mechanism.prepare(q, k, v, None, Frame.of(q, k))
+    return {name for name, x, y in (("q", q, new.q), ("k", k, new.k), ("v", v, new.v)) if torch.equal(x, y)}
+
+
+def random_heads(module: MultiHeadAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (1, H, 3, D), keys and values (1, G, 3, D) on which a mechanism can be tried."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    q, *kv = (draw(1, n, 3, module.d_head).to(module.w_q) for n in (module.n_heads, *[module.n_kv_heads] * 2))
+    return q, kv[0], kv[1]
 
 
 def _split_query(
