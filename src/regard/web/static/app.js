@@ -8,7 +8,7 @@ import { classes, footer, head, outside, said } from "./frame.js";
 import { speaker } from "./i18n.js";
 import { listen } from "./keys.js";
 import { Panel } from "./panel.js";
-import { State, dressPage } from "./state.js";
+import { NEW_INPUT, State, dressPage } from "./state.js";
 import { VIEWS, viewTerms } from "./views/index.js";
 
 /** Shown in place of a view that this source has no data for: the reason. */
@@ -31,13 +31,20 @@ export class App {
     this.build();
     await this.guarded(async () => {
       this.models = await this.source.models((share) => this.showLoading(share)).finally(() => this.parts.stage.replaceChildren());
-      if (!this.model()) this.state.now.model = this.models[0]?.id ?? "";
       this.showHead();
-      if (!this.state.now.text) this.state.now.text = example(this.model());
-      this.composer.update(this.model());
-      if (this.source.offline || !this.composer.missing()) await this.run();
-      else this.forget();
+      await this.begin();
     });
+  }
+
+  /** Look at the input of the state; without a text at an example, and without an image ask for one. */
+  async begin() {
+    const { now } = this.state;
+    if (!this.model()) now.model = this.models[0]?.id ?? "";
+    if (!now.text) now.text = example(this.model());
+    this.composer.update(this.model());
+    const missing = !this.source.offline && this.composer.missing();
+    if (missing) this.parts.stage.replaceChildren(el("p", { class: "caption" }, this.t(missing)));
+    else await this.run();
   }
 
   /** Show how much of an in-page model has been downloaded, from 0 to 1. */
@@ -75,34 +82,36 @@ export class App {
   showHead() { this.parts.head.replaceChildren(...head(this)); }
 
   change(model) {
-    this.look = null; // no further requests to the old model
     const { text } = this.state.now, own = text !== example(this.model()); // keep the text unless it is the old model's example
-    this.state.set({ model, text: own ? text : "", kind: "", layer: -1, head: -1, row: -1, col: -1, target: "", zoom: "", off: "", from: 0 });
-    if (!this.state.now.text) this.state.now.text = example(this.model());
-    this.composer.update(this.model());
-    this.forget();
-    if (!this.composer.missing()) this.guarded(() => this.run());
+    this.forget(); // no further requests to the old model
+    this.state.set({ ...NEW_INPUT, model, text: own ? text : "", kind: "", layer: -1, head: -1, target: "", off: "" });
+    this.guarded(() => this.begin());
   }
 
   /** Request a look at the current input; only the look that was requested last is shown. */
   async run() {
-    const mine = ++this.runs;
     const missing = this.source.offline ? null : this.composer.missing();
     if (missing) throw new Failure(this.t(missing));
-    if (this.look && this.view?.write && this.composer.streams()) { // a view that shows the text being generated
-      this.composer.busy(this.t("writing"));
-      await this.view.write();
-      return;
+    const mine = ++this.runs;
+    const isStreamed = this.look && this.view?.write && this.composer.streams(); // to a view that shows the text being generated
+    this.composer.busy(this.t(isStreamed ? "writing" : "looking"));
+    this.parts.stage.classList.toggle("waiting", !isStreamed);
+    try {
+      const look = await (isStreamed ? this.view.write() : this.source.look(this.source.offline ? null : this.composer.request()));
+      if (mine !== this.runs || !look) return;
+      this.adopt(look);
+      await this.present();
+    } catch (error) {
+      if (mine === this.runs) throw error;
+    } finally {
+      if (mine === this.runs) this.idle();
     }
-    this.composer.busy(this.t("looking"));
-    this.parts.stage.classList.add("waiting");
-    const look = await this.source.look(this.source.offline ? null : this.composer.request());
-    if (mine === this.runs) await this.open(look);
   }
 
-  async open(look) {
-    this.adopt(look);
-    await this.present();
+  /** No look is on its way any more. */
+  idle() {
+    this.composer.busy(null);
+    this.parts.stage.classList.remove("waiting");
   }
 
   /** Make this the current look; the screen does not change until `present`. */
@@ -156,9 +165,8 @@ export class App {
     this.view?.close();
     this.view = this.look = null;
     this.runs += 1; // a look still to come is of another model
+    this.idle();
     for (const part of ["says", "nav", "controls", "stage", "aside", "terms", "footer"]) this.parts[part].replaceChildren();
-    const missing = this.composer.missing();
-    if (missing) this.parts.stage.append(el("p", { class: "caption" }, this.t(missing)));
   }
 
   /** The views that apply to this look. */
@@ -180,8 +188,6 @@ export class App {
       if (!(error instanceof Failure)) console.error(error);
       this.parts.message.textContent = await this.sentence(error.message);
     } finally {
-      this.composer.busy(null);
-      this.parts.stage.classList.remove("waiting");
       this.busy(-1);
     }
   }
@@ -237,16 +243,16 @@ export class App {
     this.guarded(async () => {
       const work = [this.view.update(changed)];
       if (this.panelled) work.push(this.panel.update(this.data, this.where()));
-      await Promise.all(work);
+      await (this.drawn = Promise.all(work));
     });
   }
 
   changed(changed, outside) {
     const has = (...names) => names.some((name) => changed.has(name));
     if (outside && !this.source.offline && has("model", "text", "target", "beam")) {
-      if (!this.model()) this.state.now.model = this.models[0]?.id ?? "";
-      this.composer.update(this.model());
-      this.guarded(() => this.run());
+      if (has("model")) this.forget();
+      this.showHead();
+      this.guarded(() => this.begin());
     }
     if (has("lang", "theme")) {
       this.dress();
@@ -256,7 +262,7 @@ export class App {
       return;
     }
     if (!this.look) return;
-    if (has("view", "words", "specials")) { this.show(); return; }
+    if (outside || has("view", "words", "specials")) { this.show(); return; } // a link may set what only a new view reads
     if (has("kind", "layer", "head")) this.showControls();
     else this.relabel();
     this.refresh(changed);

@@ -1,5 +1,6 @@
 // The input form: a text, a text and its translation, or an image and its caption.
 import { el, segmented } from "./dom.js";
+import { NEW_INPUT } from "./state.js";
 
 const BEAMS = [1, 2, 3, 4, 5, 8];
 
@@ -99,7 +100,7 @@ export class Composer {
   submit() {
     if (this.model.image) this.showPicture();
     this.node.querySelector(".tags")?.replaceWith(this.tags());
-    const values = { beam: this.beam ? Number(this.beam.value) : 1, row: -1, col: -1, zoom: "", from: 0, position: -1 };
+    const values = { ...NEW_INPUT, beam: this.beam ? Number(this.beam.value) : 1 };
     if (this.text) values.text = this.text.value;
     if (this.target) values.target = this.target.value;
     this.onLook(values);

@@ -20,6 +20,7 @@ const cell = (value) => {
 export const csvOf = (rows) => `\ufeff${rows.map((row) => row.map(cell).join(",")).join("\r\n")}\r\n`;
 
 export async function exported(kind, name, app) {
+  await app.drawn; // nothing is saved before its numbers are there
   const { view } = app;
   if (kind === "svg") save(`${name}.svg`, view.sheet.svg(), "image/svg+xml");
   if (kind === "png") save(`${name}.png`, await view.sheet.png());

@@ -9,6 +9,9 @@ export const DEFAULTS = {
   causal: true, scale: 1, off: "", lang: "", theme: "",
 };
 
+/** What was chosen in one input and means nothing in another. */
+export const NEW_INPUT = { row: -1, col: -1, zoom: "", from: 0, position: -1, token: -1, corrupted: "", patch: "" };
+
 export function parse(hash, start = DEFAULTS) {
   const out = { ...start };
   for (const [key, text] of new URLSearchParams(hash.replace(/^#/, ""))) {

@@ -38,23 +38,20 @@ class Align {
     this.sheet.redraw();
   }
 
-  /** Stream the translation, token by token, each with its row of weights. */
+  /** Stream the translation, token by token, each with its row of weights. Returns the look at it if this view no longer shows it. */
   async write() {
     const { app } = this;
-    if (!app.composer.streams()) { this.replay(); return; } // beam search or the user's own text: nothing to stream
-    const { layer, head } = app.where(), { model, text } = app.composer.request();
-    this.begin([]);
+    if (!app.composer.streams()) { this.replay(); return null; } // beam search or the user's own text: nothing to stream
+    const { layer, head } = app.where(), { model, text } = app.composer.request(), live = this.begin([]);
     try {
       const request = { model, text, generate: { beam: 1 }, watch: { layer, ...(head < 0 ? {} : { head }) } };
-      const found = await app.source.stream(request, (line) => this.told(line));
-      app.state.now.target = "";
-      if (app.view !== this) return;
-      app.adopt({ ...found, id: found.look });
+      const found = await app.source.stream(request, (line) => this.live === live && this.told(line)), look = { ...found, id: found.look };
+      if (this.live !== live) return look; // another text, another head or another view
+      app.adopt(look);
       this.player.complete();
+      return null;
     } catch (error) {
-      this.player.stop();
-      this.live = null;
-      this.showLive();
+      if (this.live === live) { this.player.stop(); this.live = null; this.showLive(); }
       throw error;
     }
   }
@@ -68,8 +65,9 @@ class Align {
   }
 
   begin(colLabels) {
-    this.live = { rowLabels: [], texts: [], colLabels, matrix: { rows: 0, cols: 0, values: new Float32Array() } };
+    const live = this.live = { rowLabels: [], texts: [], colLabels, matrix: { rows: 0, cols: 0, values: new Float32Array() } };
     this.player.start();
+    return live;
   }
 
   told({ source, label, weights, text }) {
@@ -187,7 +185,7 @@ class Align {
     return tableOf(rowLabels, colLabels, matrix);
   }
 
-  close() { this.player?.stop(); this.sheet.close(); }
+  close() { this.player?.stop(); this.live = null; this.sheet.close(); }
 }
 
 export default {

@@ -13,7 +13,7 @@ const SIZE = 15;
 class Sentence {
   constructor(host, app) {
     Object.assign(this, { app, shown: null, asked: 0, over: null, heads: null });
-    this.pager = el("div", { class: "row" });
+    this.pager = el("div", { class: "row", hidden: true });
     this.place = el("div");
     this.note = el("p", { class: "caption num" });
     const caption = [app.t("sentence.caption"), app.readingNote()].join(" ");
@@ -73,7 +73,7 @@ class Sentence {
   columns(width) {
     const squares = this.shown.heads ? Math.min(14, Math.max(5, (width * 0.3) / this.shown.heads.length)) : 0;
     const strip = squares * (this.shown.heads?.length ?? 0);
-    const text = Math.min(190, (width - strip - 60) * 0.32);
+    const text = Math.min(190, (width - strip - 60) * 0.4);
     const span = Math.min(width - strip - 16, 2 * text + 380);
     return { left: text, right: span - text, text, squares, strip };
   }

@@ -76,6 +76,7 @@ class Story {
       return card;
     });
     this.stages.replaceChildren(...cards);
+    for (const surface of this.surfaces.values()) surface.paint(); // at once: without its drawings the page would be shorter for a moment
   }
 
   title(stage) {
