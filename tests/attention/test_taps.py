@@ -106,7 +106,8 @@ def wanted_of(model: Model, x: Tensor, memory: Tensor, lengths: Tensor | None = 
 def close(found: Tensor | None, wanted: Tensor) -> None:
     assert found is not None
     assert not found.requires_grad
-    torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-5)
+    # Rounding of one layer is multiplied by the next; a wrong key, step or mask is off by more than a tenth.
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-3, atol=2e-4)
 
 
 def assert_saw_everything(model: Model, looked: Callable[[], object], *inputs: Tensor) -> None:

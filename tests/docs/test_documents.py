@@ -129,7 +129,7 @@ def check_server(words: list[str], bash: Shell, here: Path, exported: list[str])
     """It says where it is, answers there, and goes when it is told to."""
     server = bash.start([*words, "--port", "0", "--no-open"], here, exported)
     said = ""
-    late = threading.Timer(120, server.kill)  # its output then ends
+    late = threading.Timer(400, server.kill)  # its output then ends
     late.start()
     try:
         assert server.stdout is not None
@@ -139,18 +139,18 @@ def check_server(words: list[str], bash: Shell, here: Path, exported: list[str])
                 address, content = (f"{found[0]}/models", b'"object"') if "--api" in words else (found[0], b"<html")
                 if "--config" in words:  # which names keys
                     address, content = found[0].replace("/v1", "/ready"), b"ready"
-                with urllib.request.urlopen(address, timeout=20) as page:
+                with urllib.request.urlopen(address, timeout=120) as page:
                     assert content in page.read()
                 break
         else:
             pytest.fail(f"{words} gave no address:\n{said}")
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=30) in (0, 130), said
+        assert server.wait(timeout=120) in (0, 130), said
     finally:
         late.cancel()
         if server.poll() is None:
             server.kill()
-            server.wait(timeout=30)
+            server.wait(timeout=120)
         if server.stdout is not None:
             server.stdout.close()
 
@@ -224,11 +224,11 @@ def test_a_command_that_takes_too_long_is_killed_wherever_it_runs(bash: Shell, t
     endless = table.smaller("regard train lm data.source=book.txt train.out=runs/endless")
     assert endless is not None
     endless = endless.replace("train.steps=3 ", "train.steps=9000000 ")
-    for command, seconds in (("sleep 90", 0.5), (endless, 2), (endless, 10)):
+    for command, seconds in (("sleep 90", 0.5), (endless, 2), (endless, 10), (endless, 60)):
         began = time.monotonic()
         with pytest.raises(subprocess.TimeoutExpired, match=f"timed out after {seconds} seconds"):
             bash.run(command, tmp_path, seconds)  # returns when nobody holds its output any more
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < seconds + 60
         if (tmp_path / "runs/endless").is_dir():
             return
-    pytest.fail("the run was not under way, even after ten seconds")
+    pytest.fail("the run was not under way, even after a minute")

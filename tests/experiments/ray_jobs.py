@@ -26,7 +26,7 @@ def node_and_process(seconds: float) -> tuple[str, int]:
 def wait_until_interrupted(file: str) -> str:
     Path(file).write_text("begun")
     try:
-        for _ in range(1200):  # Ray's interrupt is a flag that Python looks at between two calls
+        for _ in range(8000):  # Ray's interrupt is a flag that Python looks at between two calls
             time.sleep(0.05)
     except KeyboardInterrupt:
         Path(file).write_text("saved")

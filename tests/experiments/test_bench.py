@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,8 @@ def test_what_goes_wrong_in_a_child_is_told_and_the_next_one_works(runner: Local
 def test_a_child_that_takes_too_long_is_ended(runner: LocalRunner) -> None:
     start = time.monotonic()
     with pytest.raises(RegardError, match=r"longer than max_seconds=0\.2"):
-        runner.submit(time.sleep, 60, 0.2).result()
-    assert time.monotonic() - start < 30
+        runner.submit(time.sleep, 600, 0.2).result()
+    assert time.monotonic() - start < 300
 
 
 def test_a_child_has_the_variables_of_its_caller(runner: LocalRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +144,7 @@ import os, time
 def wait(file):
     with open(file, "w") as out:
         out.write(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -163,13 +164,12 @@ def test_who_stops_asking_leaves_no_process_behind(tmp_path: Path) -> None:
         assert asker.poll() is None, asker.communicate()[1]
         time.sleep(0.05)
     asker.send_signal(signal.SIGINT)
-    said = asker.communicate(timeout=90)[1]
+    said = asker.communicate(timeout=300)[1]
     assert said.count("KeyboardInterrupt") == 1
-    for _ in range(100):  # the system may take a moment to notice
-        if not alive(int(file.read_text())):
-            return
+    end = time.monotonic() + 120  # the system may take a moment to notice
+    while alive(int(file.read_text())):
+        assert time.monotonic() < end, "the measuring process is still there"
         time.sleep(0.05)
-    pytest.fail("the measuring process is still there")
 
 
 def alive(pid: int) -> bool:
@@ -240,6 +240,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[bench.AttentionBenc
     out = tmp_path_factory.mktemp("bench") / "new" / "folder"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "ENOUGH_S", 0.0)
+        # On a busy machine a single run may take so long that a longer one would not be started.
+        patient = {name: replace(each, most_seconds=math.inf) for name, each in CONTENDERS.items()}
+        patch.setattr(bench, "CONTENDERS", patient)
         return bench.bench_attention(**SMALL, out=out, progress=said.append), said
 
 

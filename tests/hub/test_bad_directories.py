@@ -221,7 +221,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150, suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_any_value_in_any_field_loads_or_is_refused(every: Path, data: st.DataObject) -> None:
     """Nothing but BadModelFile comes out, whatever a field of config.json holds."""
@@ -368,7 +368,7 @@ def test_a_page_that_was_downloaded_in_its_place(folder: Path) -> None:
     refused(folder, "model.safetensors", "truncated or not a safetensors file")
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=100, suppress_health_check=list(HealthCheck), deadline=None)
 @given(data=st.data())
 def test_a_damaged_header_loads_or_is_refused(every: Path, data: st.DataObject) -> None:
     path = every / "gpt2" / "model.safetensors"

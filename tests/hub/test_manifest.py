@@ -95,7 +95,7 @@ def test_a_manifest_does_not_reach_out_of_its_directory(folder: Path, name: str)
         manifest.check(folder)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_one_flipped_bit_anywhere_is_refused(saved: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(file_names(saved))))

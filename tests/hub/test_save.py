@@ -434,7 +434,8 @@ if child == 0:
         save(zero, target)
 try:
     seen = []
-    for _ in range(60):
+    while len(seen) < 60 or len(set(seen)) < 2:  # on a busy machine the one that saves may wait for its turn
+        assert len(seen) < 10_000, seen[-1]
         model = load(target)
         (value,) = {value for p in model.parameters() for value in p.unique().tolist()}
         assert model.config.d_ff == 8 + 8 * value
@@ -442,7 +443,7 @@ try:
 finally:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-assert set(seen) == {0, 1}, seen
+assert set(seen) == {0, 1}
 print("whole")
 """
 

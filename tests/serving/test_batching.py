@@ -33,6 +33,7 @@ class Asked:
 
     def __init__(self, scheduler: Scheduler, row: list[int], **fields: Any) -> None:
         priority, n_top = fields.pop("priority", 0), fields.pop("n_top", None)
+        self._listen = fields.pop("listen", lambda: None)  # called before each event
         config = merge_config(scheduler.model, None, fields)
         inputs = read_inputs(scheduler.model, [row], config)
         self.events: list[TextEvent] = []
@@ -43,6 +44,7 @@ class Asked:
         scheduler.submit(self.request)
 
     def _hear(self, event: TextEvent) -> None:
+        self._listen()
         self.events.append(event)
         self._n_left -= not isinstance(event, TokenEvent) or event.finish is not None
         if isinstance(event, FailureEvent) or self._n_left == 0:
@@ -550,12 +552,10 @@ def test_running_texts_go_on_while_a_long_prompt_is_read(schedule: Callable[...,
     scheduler = schedule(model)
     scheduler._prompt_tokens = PROMPT_PART
     order: list[str] = []
-    running = Asked(scheduler, rows_of(model)[0], max_new_tokens=60, min_new_tokens=60)
-    running.request.deliver = lambda event: (order.append("running"), running._hear(event))[0]
-    while not order:
-        time.sleep(0.001)
-    long = Asked(scheduler, (rows_of(model)[1] * 200)[: 8 * PROMPT_PART], max_new_tokens=1)
-    long.request.deliver = lambda event: (order.append("long"), long._hear(event))[0]
+    fields = {"max_new_tokens": 60, "min_new_tokens": 60}
+    running = Asked(scheduler, rows_of(model)[0], listen=lambda: order.append("running"), **fields)
+    prompt = (rows_of(model)[1] * 200)[: 8 * PROMPT_PART]
+    long = Asked(scheduler, prompt, listen=lambda: order.append("long"), max_new_tokens=1)
     long.wait()
     running.wait()
     assert order[: order.index("long")].count("running") >= 7  # one step at least between two parts
@@ -569,9 +569,8 @@ def test_priority_goes_first_and_waiting_counts(schedule: Callable[..., Schedule
     order: list[str] = []
     asked = []
     for name, priority in (("first", 0), ("second", 0), ("urgent", 1)):
-        one = Asked(scheduler, row, max_new_tokens=2, priority=priority)
-        one.request.deliver = lambda event, name=name, one=one: (order.append(name), one._hear(event))[0]  # type: ignore[misc]
-        asked.append(one)
+        listen = lambda name=name: order.append(name)  # noqa: E731
+        asked.append(Asked(scheduler, row, max_new_tokens=2, priority=priority, listen=listen))
     gate.set()
     assert held.result(10)
     for one in asked:
@@ -611,6 +610,22 @@ def test_what_is_cancelled_leaves_within_a_step(schedule: Callable[..., Schedule
     assert Asked(scheduler, row, max_new_tokens=3).tokens()  # the slots are free again
 
 
+def test_who_is_idle_has_freed_and_counted_everything(
+    schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = language_model()
+    scheduler, row, was_idle = schedule(model), rows_of(model)[0], list[bool]()
+    leave = scheduler.batches.leave
+    monkeypatch.setattr(
+        scheduler.batches, "leave", lambda request: (was_idle.append(scheduler.is_idle), leave(request))
+    )
+    Asked(scheduler, row, max_new_tokens=3).wait()
+    while not scheduler.is_idle:
+        time.sleep(0.001)
+    assert was_idle == [False]
+    assert scheduler.statistics.finished == 1
+
+
 def test_one_request_that_fails_leaves_the_others_alone(schedule: Callable[..., Scheduler]) -> None:
     model = language_model()
     scheduler, rows = schedule(model), rows_of(model)
@@ -632,14 +647,18 @@ def test_one_request_that_fails_leaves_the_others_alone(schedule: Callable[..., 
     assert isinstance(heard[0], FailureEvent)
 
 
+def wait_for_close(scheduler: Scheduler) -> None:
+    """Work that lasts until somebody closes the scheduler."""
+    while not scheduler._closing:
+        time.sleep(0.001)
+
+
 def test_a_closed_scheduler_takes_nothing_and_ends_what_waits() -> None:
     model = language_model()
     scheduler, row = Scheduler(model), rows_of(model)[0]
-    gate = threading.Event()
-    scheduler.run(gate.wait)
+    scheduler.run(lambda: wait_for_close(scheduler))
     waiting = Asked(scheduler, row)
-    threading.Timer(0.05, gate.set).start()
-    scheduler.close()
+    scheduler.close(60)
     with pytest.raises(SchedulerClosed):
         waiting.wait()
     with pytest.raises(SchedulerClosed):
@@ -647,11 +666,10 @@ def test_a_closed_scheduler_takes_nothing_and_ends_what_waits() -> None:
 
 
 def test_other_work_that_waits_is_refused_when_the_scheduler_closes() -> None:
-    scheduler, gate = Scheduler(language_model()), threading.Event()
-    scheduler.run(gate.wait)
+    scheduler = Scheduler(language_model())
+    scheduler.run(lambda: wait_for_close(scheduler))
     waiting = scheduler.run(lambda: 1)
-    threading.Timer(0.05, gate.set).start()
-    scheduler.close()
+    scheduler.close(60)
     with pytest.raises(SchedulerClosed):
         waiting.result(10)
     assert scheduler.is_idle

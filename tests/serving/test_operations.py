@@ -57,13 +57,14 @@ class Operated:
 
     def metrics_of(self, n_requests: int) -> Any:
         """The answer of /metrics once it counts ``n_requests``: one is counted just after its last byte has left."""
-        for _ in range(200):
+        end = time.monotonic() + 60
+        while True:
             answer = self.client.get("/metrics")
             counts = re.findall(r'^regard_requests_total\{(?!.*route="/metrics").*\} ([0-9]+)$', answer.text, re.M)
             if sum(map(int, counts)) >= n_requests:
-                break
+                return answer
+            assert time.monotonic() < end, answer.text
             time.sleep(0.01)
-        return answer
 
 
 @contextmanager
@@ -334,9 +335,11 @@ def test_requests_that_the_end_cuts_off_leave_no_traceback(speaker: dict[str, Mo
         asked = pool.submit(served.ask)
         while not scheduler.statistics.accepted:
             time.sleep(0.001)
-        served.server.should_exit = True
-        threading.Timer(0.5, gate.set).start()
-        assert asked.result(20).status_code == 500
+        try:
+            served.server.should_exit = True
+            assert asked.result(60).status_code == 500
+        finally:
+            gate.set()  # or the scheduler would not end either
     errors = capsys.readouterr().err
     assert "Cancel 1 running task(s)" in errors
     assert "Traceback" not in errors

@@ -182,4 +182,4 @@ def environment(**more: str) -> dict[str, str]:
 
 def call(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`regard …` to its end."""
-    return subprocess.run(command(*words), capture_output=True, text=True, env=environment(**env), timeout=120)
+    return subprocess.run(command(*words), capture_output=True, text=True, env=environment(**env), timeout=400)

@@ -54,7 +54,7 @@ SERVER.set_forkserver_preload(
         *("regard.models", "regard.training.checkpoint", "regard.training.loss", "regard.training.optimiser"),
     ]
 )
-DEADLINE = 60.0  # seconds for a world to end by itself
+DEADLINE = 300.0  # seconds for a world to end by itself, on a busy machine
 
 SMALL: dict[str, Any] = {"vocab_size": 37, "d_model": 12, "n_layers": 3, "n_heads": 2, "d_ff": 20, "max_len": 16}
 MODELS: dict[str, dict[str, Any]] = {

@@ -311,8 +311,8 @@ def run_in_terminal(bash: Shell, out: Path, columns: int, term: str = "xterm-256
         [bash.python, "-c", FORKED, str(out), "auto"], stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, env=env
     )
     os.close(theirs)
-    got, end = b"", time.monotonic() + 60
-    while time.monotonic() < end and select.select([ours], [], [], 60)[0]:
+    got, end = b"", time.monotonic() + 300
+    while time.monotonic() < end and select.select([ours], [], [], 300)[0]:
         try:
             part = os.read(ours, 65536)
         except OSError:  # the other side is closed: Linux says EIO
@@ -321,7 +321,7 @@ def run_in_terminal(bash: Shell, out: Path, columns: int, term: str = "xterm-256
             break
         got += part
     os.close(ours)
-    stdout, _ = child.communicate(timeout=30)
+    stdout, _ = child.communicate(timeout=300)
     assert child.returncode == 0, got.decode()
     return got.decode("utf-8"), stdout.decode()
 

@@ -35,7 +35,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["regard.training.trainer", "torch.distributed.fsdp", "torch.utils.tensorboard", "numpy.random", "pytest"]
 )
-DEADLINE = 120.0
+DEADLINE = 300.0
 SLOW = pytest.mark.slow
 WORDS = (
     *("train.steps=6", "train.save_every=3", "train.eval_every=3", "train.optimiser=adamw", "train.ema=0.5"),

@@ -32,7 +32,7 @@ WORDS = (
 )
 # What leaves a trace on a disk.
 WRITES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"}
-DEADLINE = 120.0
+DEADLINE = 300.0
 
 
 def go_on(out: Path, data: str, parallel: str = "auto") -> None:

@@ -56,7 +56,7 @@ def serving(app: Any, limits: Limits) -> Iterator[tuple[str, int]]:
         yield listening.getsockname()
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listening.close()
 
 
@@ -191,12 +191,13 @@ def test_a_damaged_tokenizer_ends_a_stream_with_a_sentence(model: Model, monkeyp
 
 @pytest.mark.promise(6, "idle connections and half-sent headers closed")
 def test_a_connection_must_begin_a_request_in_time(model: Model) -> None:
-    limits = Limits(header_seconds=0.2)
+    limits = Limits(header_seconds=1.0)
     with serving(explorer({"speaker": model}, limits), limits) as address, ExitStack() as stack:
-        half, idle, kept = (stack.enter_context(socket.create_connection(address, 5)) for _ in range(3))
-        half.sendall(b"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-")
+        kept = stack.enter_context(socket.create_connection(address, 60))
         kept.sendall(b"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert kept.recv(12) == b"HTTP/1.1 200"
+        half, idle = (stack.enter_context(socket.create_connection(address, 60)) for _ in range(2))
+        half.sendall(b"GET /api/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-")
         kept.sendall(b"GET / HTTP")  # half of another request: uvicorn's own limit ends with the first byte
         for connection in (half, idle, kept):
             try:
@@ -230,7 +231,7 @@ def test_idle_connections_at_few_descriptors(model: Model, caplog: pytest.LogCap
 
 def test_who_reads_nothing_is_disconnected() -> None:
     """Else the rest of the response would be kept as long as the client likes."""
-    has_ended, limits = threading.Event(), Limits(stream_seconds=0.5)
+    has_ended, limits = threading.Event(), Limits(stream_seconds=2.0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -243,12 +244,12 @@ def test_who_reads_nothing_is_disconnected() -> None:
         finally:
             has_ended.set()
 
-    with serving(RequestGuard(app, limits), limits) as address, socket.create_connection(address, 5) as client:
+    with serving(RequestGuard(app, limits), limits) as address, socket.create_connection(address, 60) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         for _ in range(12):  # who reads slowly is not
             assert client.recv(1 << 20)
-            assert not has_ended.wait(0.05)
-        assert has_ended.wait(5)
+            assert not has_ended.wait(0.2)
+        assert has_ended.wait(60)
 
 
 @pytest.mark.promise(6, "clients that leave a stream: the model is free at once")
@@ -261,10 +262,10 @@ def test_a_look_whose_client_has_gone_ends(model: Model) -> None:
     head = "POST /api/looks HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
     head += f"\r\nContent-Length: {len(content)}"
     with serving(app, limits) as address:
-        gone = [socket.create_connection(address, 5) for _ in range(3)]
+        gone = [socket.create_connection(address, 60) for _ in range(3)]
         for connection in gone:
             connection.sendall(f"{head}\r\n\r\n".encode() + content)
-        until = time.monotonic() + 5
+        until = time.monotonic() + 60
         while workers._n_waiting < 3 and time.monotonic() < until:
             time.sleep(0.01)
         assert workers._n_waiting == 3

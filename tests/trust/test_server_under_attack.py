@@ -34,7 +34,7 @@ sys.exit(serve([sys.argv[1]], port=0, limits=Limits(body_seconds={BODY_SECONDS},
 """
 # How long a refusal may take. A machine that runs other tests beside this one stretches the time on the clock, not
 # the server's own.
-SECONDS, CPU_SECONDS = (0.1 if IS_FULL else 3.0), 0.15
+SECONDS, CPU_SECONDS = (0.1 if IS_FULL else 60.0), 0.15
 MORE_BYTES = 20_000_000
 
 
@@ -241,8 +241,10 @@ def test_slow_and_half_sent_bodies(server: Server, tally: Tally) -> None:
         connection.sendall(head + body[: len(body) // 2])
     for number in range(8):
         time.sleep(0.05)
+        answered = select.select(connections, [], [], 0)[0]  # on a busy machine the time may be over
         for connection in connections[::2]:  # a byte at a time; the others send nothing more
-            connection.sendall(body[number : number + 1])
+            if connection not in answered:
+                connection.sendall(body[number : number + 1])
     for number, connection in enumerate(connections):
         with tally.attempt("slow" if number % 2 == 0 else "half"), connection:
             connection.settimeout(max(0.01, start + 2 * BODY_SECONDS + SECONDS - time.monotonic()))
@@ -281,7 +283,7 @@ def test_disconnects(server: Server, tally: Tally) -> None:
             connection.sendall(head + body)
             assert connection.recv(12) == b"HTTP/1.1 200"
     with tally.attempt("the next one"):
-        assert server.post("/api/looks", body_of(text=TEXT)).seconds < (2 if IS_FULL else 10)
+        assert server.post("/api/looks", body_of(text=TEXT)).seconds < (2 if IS_FULL else 60)
         assert server.memory() - before < MORE_BYTES
 
 

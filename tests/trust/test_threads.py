@@ -137,4 +137,4 @@ def test_a_process_that_goes_on_does_not_grow(models: tuple[Model, Model], tally
     bytes_after, files_after = held()
     tally.measured = f"{(bytes_after - bytes_before) / 1e6:+.1f} MB, {files_after - files_before:+d} descriptors"
     assert bytes_after - bytes_before < 6_000_000
-    assert files_after == files_before
+    assert files_after <= files_before  # what other tests have left open may be closed meanwhile

@@ -119,7 +119,7 @@ def serving(models: dict[str, Model] | list[ServedModel]) -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         listening.close()
 
 
@@ -132,6 +132,15 @@ class Tab:
         self._heard = {"console": self._hear, "pageerror": self._hear_error, "response": self._weigh}
         for event, listener in self._heard.items():
             page.on(event, listener)
+
+    def complained(self, n: int) -> list[str]:
+        """So many complaints, which may still be on their way; they are forgotten here."""
+        end = time.monotonic() + 60
+        while len(self.complaints) < n:
+            assert time.monotonic() < end, self.complaints
+            self.page.wait_for_timeout(20)
+        expected, self.complaints[:] = self.complaints[:], []
+        return expected
 
     def leave(self) -> None:
         """Nobody listens any more, and the next who comes finds nothing of what was done here."""

@@ -45,8 +45,16 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as engine:
         opened = engine.chromium.launch(executable_path=str(chromium), args=ARGUMENTS)
+        new_page = opened.new_page
+        opened.new_page = lambda **options: patient(new_page(**options))
         yield opened
         opened.close()
+
+
+def patient(page: Any) -> Any:
+    """The page, which waits for long: machines are busy at times."""
+    page.set_default_timeout(120_000)
+    return page
 
 
 @pytest.fixture(scope="package")
@@ -60,7 +68,6 @@ def tab(page: Any, home: str) -> Iterator[Tab]:
     """The page; what it complains about in its console fails the test, and so does an answer that was not asked for."""
     from .browsing import Tab
 
-    page.set_default_timeout(60_000)  # machines are busy at times
     if page.viewport_size != WIDE:
         page.set_viewport_size(WIDE)
     here = Tab(page, home)

@@ -37,7 +37,6 @@ def long_look(long_model: Model) -> Look:
 @pytest.fixture
 def tab(page: Any, long_model: Model) -> Iterator[Tab]:
     with serving({"long": long_model}) as home:
-        page.set_default_timeout(120_000)
         page.set_viewport_size(WIDE)
         here = Tab(page, home)
         yield here

@@ -173,8 +173,7 @@ def test_what_is_wrong_is_one_sentence(tab: Tab) -> None:
     tab.page.click(".primary")
     tab.page.wait_for_function("() => document.querySelector('.message').textContent.length > 10")
     assert "characters" in tab.page.inner_text(".message")
-    assert len(tab.complaints) == 2  # the browser's own line about the status, and ours
-    tab.complaints.clear()
+    assert len(tab.complained(2)) == 2  # the browser's own line about the status, and ours
 
 
 def test_every_sentence_in_both_languages(tab: Tab) -> None:

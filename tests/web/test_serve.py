@@ -22,10 +22,11 @@ import pytest
 from forked_shell import Shell
 from generation.spoken import language_model, translator
 from regard import cli
-from trust.promises import size
+from trust.promises import IS_FULL, size
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 REGARD = (sys.executable, "-m", "regard")
+SECONDS = 10 if IS_FULL else 60  # in which it ends; other tests run beside the short version
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +83,8 @@ def test_it_answers_and_leaves_when_it_is_told(
         assert [each["id"] for each in fetched(f"{url}api/models")] == ["speaker", "translator"]
         sent = fetched(f"{url}api/looks", {"model": "translator", "text": "the cat sat"})
         assert list(sent["kinds"]) == ["encoder", "self", "cross"]
-        start = time.monotonic()
         process.send_signal(number)
-        assert process.wait(10) == code
-        assert time.monotonic() - start < 10
+        assert process.wait(SECONDS) == code
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 
@@ -105,10 +104,8 @@ def test_it_leaves_in_the_middle_of_work(folders: list[Path], number: int, bash:
         for thread in asking:
             thread.start()
         time.sleep(1.0 + 0.3 * number)
-        start = time.monotonic()
         process.terminate()
-        assert process.wait(10) == 143
-        assert time.monotonic() - start < 10
+        assert process.wait(SECONDS) == 143
         for thread in asking:
             thread.join()
 

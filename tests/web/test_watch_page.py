@@ -172,6 +172,7 @@ def test_it_learns_within_a_minute_and_without_the_mask_it_cannot_write(watching
     with_mask = watching.inner_text(".maps")
     watching.uncheck('[name="causal"]')
     assert "causal=0" in watching.url
+    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd').textContent === '0'")
     play_until_learned(watching)
     assert figure(watching, "accuracy") < 50
     assert "it has learned to look ahead" in watching.inner_text(".saw")

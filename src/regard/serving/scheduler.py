@@ -125,7 +125,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._reading or self._running or self._work)
+        with self._changed:
+            return not (self._waiting or self._reading or self._running or self._work)
 
     def close(self, seconds: float = 5.0) -> None:
         """Refuse new requests, fail those that wait or run, and stop the thread."""
@@ -147,9 +148,10 @@ class Scheduler:
 
     def _refuse_pending(self) -> None:
         """Fail everything that still waits or runs when the scheduler is closed."""
-        waiting = self._waiting.in_order()
-        self._waiting.remove(waiting)
-        self._running |= set(waiting)
+        with self._changed:
+            waiting = self._waiting.in_order()
+            self._waiting.remove(waiting)
+            self._running |= set(waiting)
         self._fail_all(SchedulerClosed())
         while self._work:
             future, _ = self._work.popleft()
@@ -233,8 +235,8 @@ class Scheduler:
             if not self.batches.has_room([*self._reading, request]):
                 return None
             self._waiting.pop()
-        self._reading.append(request)
-        self._running.add(request)
+            self._reading.append(request)
+            self._running.add(request)
         self.statistics.prompt_tokens += request.n_prompt
         return request
 
@@ -242,7 +244,6 @@ class Scheduler:
         """End a request that is finished, cancelled or failed."""
         if request not in self._running:
             return
-        self._running.discard(request)
         self.batches.leave(request)
         request.reading.release()
         request.finished = time.monotonic()
@@ -255,6 +256,7 @@ class Scheduler:
             self.statistics.finished += 1
             seconds = request.finished - (request.started or request.finished)
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+        self._running.discard(request)  # last: an idle scheduler has counted it and freed its rows
 
     def _count(self) -> None:
         """Update the gauges of the statistics."""
