@@ -224,7 +224,7 @@ def test_parquet_without_its_library_says_what_to_install(
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     err = refused(capsys, 1, "classify", models["classifier"], "--file", tmp_path / "x.parquet")
-    assert "pip install 'regard[data]'" in err
+    assert 'pip install "regard[data]"' in err
 
 
 def test_parquet(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:

@@ -184,7 +184,9 @@ def test_labels_documents_and_captions_from_parquet(tmp_path: Path) -> None:
     labelled = {"text": ["good film", "bad film"] * 4, "label": [1, 0] * 4, "score": [0.5] * 8}
     source = open_source(parquet(tmp_path / "l.parquet", labelled), valid_fraction=0.0)
     assert (source.labels, source.train[0]) == (("0", "1"), Labelled("good film", 1))
-    scored = open_source(tmp_path / "l.parquet", columns=("text", "score"), problem_type="regression")
+    scored = open_source(
+        tmp_path / "l.parquet", columns=("text", "score"), problem_type="regression", valid_fraction=0.0
+    )
     assert scored.train[0] == Labelled("good film", 0.5)
     days = [datetime.date(2024, 1, n) for n in (1, 2)]
     assert whole(parquet(tmp_path / "t.parquet", {"text": ["a", "b"]})) == [Text("a"), Text("b")]
@@ -219,7 +221,7 @@ def test_training_on_parquet_without_its_library_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(
-        RegardError, match=r"Parquet needs pyarrow, which is not installed: pip install 'regard\[data\]'"
+        RegardError, match=r'Parquet needs pyarrow, which is not installed: pip install "regard\[data\]"'
     ):
         open_source(write(tmp_path / "x.parquet", b"PAR1"))
 

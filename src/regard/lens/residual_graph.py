@@ -65,6 +65,7 @@ class ResidualGraph:
     """The writers and readers of a model, in the order of the forward pass."""
 
     def __init__(self, model: Any) -> None:
+        check_float_weights(model)
         by_name = stacks(model)
         blocks: dict[str, list[Any]] = {
             name: [x.blocks[n % len(x.blocks)] for n in range(x.n_layers)] for name, x in by_name.items()
@@ -76,7 +77,6 @@ class ResidualGraph:
         if len({layers[0].attention.d_model for layers in blocks.values()}) > 1:
             raise ValueError("circuits need an encoder and a decoder of the same width")
         check_reads_source(model)
-        check_float_weights(model)
         self.writers: list[str] = []
         self.readers: list[str] = []
         self.feeds: list[set[int]] = []  # for each reader: the writers whose output depends on it

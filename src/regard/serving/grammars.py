@@ -37,7 +37,7 @@ class Grammars:
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError:
-            raise RegardError("response_format needs llguidance: pip install 'regard[api]'") from None
+            raise RegardError('response_format needs llguidance: pip install "regard[api]"') from None
         n_tokens, eos_id = codec.config.output_vocab_size, codec.config.eos_id
         if eos_id is None:
             raise ValueError("response_format needs an end token, which this model does not have")

@@ -217,7 +217,7 @@ def _import_serve() -> Any:
     try:
         from ray import serve
     except ImportError:
-        raise RegardError("replicas need Ray Serve: pip install 'regard[cluster]'") from None
+        raise RegardError('replicas need Ray Serve: pip install "regard[cluster]"') from None
     return serve
 
 

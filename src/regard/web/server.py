@@ -187,7 +187,7 @@ def import_uvicorn(what: str, extra: str) -> Any:
         import fastapi  # noqa: F401 - needed later
         import uvicorn
     except ImportError:
-        raise RegardError(f"{what} needs fastapi and uvicorn: pip install 'regard[{extra}]'") from None
+        raise RegardError(f'{what} needs fastapi and uvicorn: pip install "regard[{extra}]"') from None
     return uvicorn
 
 
