@@ -7,13 +7,14 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from generation.spoken import LINES, language_model, translator
+from regard.generation.captured_reading import CapturedReading
 from regard.generation.decode_step import DecodeStep
 from regard.generation.generate import generate, inference
 from regard.generation.prompt_reading import PROMPT_PART, PrefixCache, PromptReader, PromptReading
@@ -512,8 +513,14 @@ def test_prompts_that_wait_are_read_in_one_pass(schedule: Callable[..., Schedule
     alone = [Asked(schedule(model), row, max_new_tokens=3, n_top=1).wait().events for row in rows]
     scheduler, gate, passes = schedule(model), threading.Event(), list[int]()
     assert scheduler._reader is not None
-    read = scheduler._reader.read
-    scheduler._reader.read = lambda readings: (passes.append(len(readings)), read(readings))[1]  # type: ignore[method-assign]
+    start = scheduler._reader.start
+
+    def count(readings: Sequence[PromptReading]) -> Any:
+        if readings:
+            passes.append(len(readings))
+        return start(readings)
+
+    scheduler._reader.start = count  # type: ignore[method-assign]
     scheduler.run(gate.wait)
     asked = [Asked(scheduler, row, max_new_tokens=3, n_top=1) for row in rows]
     gate.set()
@@ -522,6 +529,81 @@ def test_prompts_that_wait_are_read_in_one_pass(schedule: Callable[..., Schedule
     assert len(passes) <= 6
     first = [one.request.started for one in asked]
     assert max(first[1:-1]) <= min(first[0], first[-1])  # type: ignore[type-var]
+
+
+def test_the_prompts_of_a_round_keep_to_the_budget(schedule: Callable[..., Scheduler]) -> None:
+    """On a GPU, one prompt more would need a second pass."""
+    scheduler, gate, passes = schedule(language_model(max_len=800)), threading.Event(), list[int]()
+    assert scheduler._reader is not None
+    start = scheduler._reader.start
+
+    def count(readings: Sequence[PromptReading]) -> Any:
+        passes.append(sum(reading.n_next_tokens for reading in readings))
+        return start(readings)
+
+    scheduler._reader.start = count  # type: ignore[method-assign]
+    scheduler.run(gate.wait)
+    asked = [Asked(scheduler, [5] * n, max_new_tokens=1) for n in (100, 100, 100, 300, 120)]
+    gate.set()
+    for one in asked:
+        one.wait()
+    assert max(passes) <= scheduler._prompt_tokens
+    assert sum(passes) == 720
+
+
+@pytest.mark.usefixtures("captures")
+def test_a_gpu_decodes_while_texts_start(schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is started between a pass over prompts and the texts that follow it, which the host starts meanwhile."""
+    model, calls, gate = language_model(max_len=400), list[str](), threading.Event()
+    scheduler = schedule(model)
+    assert scheduler._reader is not None
+    for kind, name in ((GraphSlots, "start_block"), (GraphSlots, "join"), (CapturedReading, "start")):
+        plain = getattr(kind, name)
+        noted = lambda *x, plain=plain, kind=kind, name=name: (calls.append(f"{kind.__name__}.{name}"), plain(*x))[1]  # noqa: E731
+        monkeypatch.setattr(kind, name, noted)
+    scheduler._reader.captures = True
+    fields = {"max_new_tokens": 60, "logit_bias": {}}
+    running = Asked(scheduler, [5, 6], **fields, listen=lambda: gate.set() if len(calls) > 3 else None)
+    gate.wait()
+    second = Asked(scheduler, [6, 7], **fields)
+    assert running.tokens() == generate(model, [[5, 6]], max_new_tokens=60).tokens[0]
+    assert second.tokens() == generate(model, [[6, 7]], max_new_tokens=60).tokens[0]
+    last = len(calls) - calls[::-1].index("CapturedReading.start")
+    assert calls[last : last + 2] == ["GraphSlots.start_block", "GraphSlots.join"]
+
+
+def test_nan_after_one_prompt_of_a_captured_pass_fails_it_alone() -> None:
+    model = language_model(max_len=64)
+    with torch.no_grad():
+        model.embeddings.position.weight[20] = torch.nan  # type: ignore[union-attr, index]
+    config = merge_config(model, None, {"max_new_tokens": 5})
+    with inference(model):
+        reader = PromptReader(model)
+        reader.captures = True
+        short, long = (PromptReading(model, read_inputs(model, [row], config), config) for row in ([5, 6], [5] * 30))
+        errors = reader.read([short, long])
+    assert list(errors) == [long]
+    assert "NaN" in str(errors[long])
+    assert short.is_read
+
+
+def test_searches_begin_without_waiting_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would wait for a list that it copies to the device, and with it for the block that runs."""
+    model = translator()
+    config = merge_config(model, None, {"beam": 3, "max_new_tokens": 5})
+    with inference(model):
+        slots = SearchSlots(model, config, 2)
+        reading = PromptReading(model, read_inputs(model, [rows_of(model)[0]], config), config)
+        assert not PromptReader(model).read([reading])
+        slot, tensor = slots.join(reading), torch.tensor
+
+        def without_device(*args: Any, **fields: Any) -> torch.Tensor:
+            assert "device" not in fields
+            return tensor(*args, **fields)
+
+        monkeypatch.setattr(torch, "tensor", without_device)
+        assert reading.logits is not None
+        slots.begin([slot], [reading], reading.logits)
 
 
 def test_one_transfer_a_step_however_many_texts(

@@ -199,7 +199,7 @@ class BeamSearch:
         score = torch.full(shape, -math.inf, device=device)
         zeros = torch.zeros(shape, dtype=torch.int64, device=device)
         pool = Pool(score, zeros, zeros, zeros, zeros)
-        score = score.index_fill(2, torch.tensor([0], device=device), 0.0)  # one beam per group, not k equal ones
+        score = score.index_fill(2, torch.arange(1, device=device), 0.0)  # one beam per group, not k equal ones
         texts = prompts.texts[:, None].expand(-1, self.config.beam, -1)
         open_ = torch.ones(shape[:2], dtype=torch.bool, device=device)
         numbers, step = torch.arange(len(prompts), device=device), torch.zeros(1, dtype=torch.int64, device=device)

@@ -8,7 +8,7 @@ take the uncaptured pass of ``PromptReader``, which computes the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..foundation.device import upload
 from ..models.base_model import DecoderShape
+from .cached_engine import nan_error
 from .cpu_engine import MemoryKeys
-from .cuda_graph import CapturedStep
+from .cuda_graph import CapturedStep, copy_to_host
 from .ragged_rows import QUERY_PART, RaggedKeys, RaggedRows
 
 N_TEXTS, N_ROWS, WIDTH = 64, 2048, QUERY_PART
@@ -68,11 +69,12 @@ class FixedKeys(RaggedKeys):
 
 
 class PassResult(NamedTuple):
-    """The results of a pass for one prompt: its keys, those of its source, and next-token logits (1, V)."""
+    """The results for one prompt: its keys, those of its source, next-token logits (1, V) and their argmax."""
 
     keys: Tensor
     memory: Tensor | None
     logits: Tensor
+    likeliest: int
 
 
 class CapturedReading:
@@ -96,18 +98,27 @@ class CapturedReading:
         lengths = list(map(len, texts))
         return len(lengths) <= N_TEXTS and max(lengths, default=0) <= WIDTH and sum(lengths) <= N_ROWS
 
-    def read(self, prompts: Sequence[list[int]], sources: Sequence[list[int]]) -> list[PassResult]:
+    def start(self, prompts: Sequence[list[int]], sources: Sequence[list[int]]) -> Callable[[], list[PassResult]]:
+        """Start a pass; returns a function that waits for it, but not for what the device is given after it."""
         self._rows.set(prompts)
         if self._sources is not None:
             self._source_rows.set(sources)
         logits = self._run()
         assert logits is not None
-        rows = logits[: len(prompts)].clone().split(1)
+        rows = logits[: len(prompts)].clone()
+        read = copy_to_host(tuple(rows.max(-1)))
         memory: list[Tensor | None] = [None] * len(prompts)
         if self._sources is not None:
             memory = [self._sources.copy_of_text(number, len(source)) for number, source in enumerate(sources)]
         keys = [self._keys.copy_of_text(number, len(prompt)) for number, prompt in enumerate(prompts)]
-        return [PassResult(*result) for result in zip(keys, memory, rows, strict=True)]
+
+        def wait() -> list[PassResult]:
+            best, likeliest = read()
+            if best.isnan().any():  # NaN counts as the maximum
+                raise nan_error()
+            return [PassResult(*x) for x in zip(keys, memory, rows.split(1), likeliest.tolist(), strict=True)]
+
+        return wait
 
     def _compute(self) -> Tensor:
         """Next-token logits (N_TEXTS, V)."""

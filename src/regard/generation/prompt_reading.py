@@ -1,7 +1,7 @@
 """Chunked prefill: prompts are read part by part, the parts of several prompts in one pass.
 
 reading = PromptReading(model, inputs, config)       one prompt, or one source and the beginning of its target
-PromptReader(model).read(readings)                   the next part of each
+PromptReader(model).read(readings)                   the next part of each; ``start`` does not wait for a GPU
 reading.is_read, reading.logits                      next-token logits, once all parts are read
 reading.log_probs                                    log P of the prompt itself, if requested
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -260,20 +260,30 @@ class PromptReader:
 
     def read(self, readings: Sequence[PromptReading]) -> dict[PromptReading, Exception]:
         """Read the next part of each; returns the exceptions, by reading."""
+        return self.start(readings)()
+
+    def start(self, readings: Sequence[PromptReading]) -> Callable[[], dict[PromptReading, Exception]]:
+        """Start to read the next part of each; returns a function that waits, and returns the exceptions by reading.
+
+        In between, captured passes run on the device. Other passes are over when this returns.
+        """
+        passes = [(group, self._read_pass(group)) for group in self._passes(readings)]
         errors: dict[PromptReading, Exception] = {}
-        for group in self._passes(readings):
-            try:
-                if self.in_rows:
-                    self._read_rows(group)
-                else:
-                    group[0].read_alone()
-            except Exception as error:
-                if len(group) == 1:
-                    errors[group[0]] = error
-                else:  # out of memory or NaN logits, say: some may succeed one by one
-                    for reading in group:
-                        errors |= self.read([reading])
-        return errors
+
+        def advance() -> dict[PromptReading, Exception]:
+            for group, steps in passes:
+                try:
+                    next(steps, None)
+                except Exception as error:
+                    if len(group) == 1:
+                        errors[group[0]] = error
+                    else:  # out of memory or NaN logits, say: some may succeed one by one
+                        for reading in group:
+                            errors.update(self.read([reading]))
+            return errors
+
+        advance()
+        return advance
 
     def _passes(self, readings: Sequence[PromptReading]) -> list[list[PromptReading]]:
         """Group readings into passes: all together up to the limits of a pass, or one by one without rows."""
@@ -287,23 +297,22 @@ class PromptReader:
             passes[-1].append(reading)
         return passes
 
-    def _read_rows(self, readings: Sequence[PromptReading]) -> None:
+    def _read_pass(self, readings: Sequence[PromptReading]) -> Iterator[None]:
+        """Read the next part of each in one pass; yields while a captured pass runs."""
+        if not self.in_rows:
+            readings[0].read_alone()
+            return
         pasts = [reading.find_prefix() for reading in readings]
         parts = [reading.next_part() for reading in readings]
         sources = [reading.inputs.sources[0] for reading in readings if reading.inputs.sources is not None]
         is_fresh = all(past is None for past in pasts) and all(source.dim() == 1 for source in sources)
         is_fresh = is_fresh and all(reading.n_top is None for reading in readings)  # a captured pass keeps no states
-        if (
-            is_fresh
-            and CapturedReading.fits(parts)
-            and CapturedReading.fits(sources)
-            and self._captured_pass is not None
-        ):
-            results = self._captured_pass.read(parts, [source.tolist() for source in sources])
-            logits = [result.logits for result in results]
-            likeliest = check_logits(torch.cat(logits)).argmax(-1).tolist()
-            for reading, result, token in zip(readings, results, likeliest, strict=True):
-                reading.add_part(result.keys, result.memory, result.logits, token)
+        fits = is_fresh and CapturedReading.fits(parts) and CapturedReading.fits(sources)
+        if fits and self._captured_pass is not None:
+            wait = self._captured_pass.start(parts, [source.tolist() for source in sources])
+            yield
+            for reading, result in zip(readings, wait(), strict=True):
+                reading.add_part(*result)
             return
         self._read_rows_uncaptured(readings, parts, pasts)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .engine_scheduler import ServingEngine
     from .routes import ServingState
 
-_SWITCH_SECONDS = 0.0005  # by default a thread that decodes may wait 5 ms, a block of steps, for the event loop
+_SWITCH_SECONDS = 0.0001  # by default a thread that decodes may wait 5 ms, a block of steps, for the event loop
 _POST_SECONDS = 0.05  # tokens that a stream produces within this time are sent together
 
 

@@ -40,7 +40,7 @@ class EngineScheduler(Scheduler):
                 raise ValueError(f"the {self.engine.name} engine does not support {names}; use --engine torch")
         super().submit(*requests)
 
-    def _read_prompts(self) -> None:
+    def _advance_texts(self) -> None:
         """Decode one batch of waiting requests to their ends."""
         requests = self._next_batch()
         if not requests:

@@ -2,8 +2,9 @@
 
 In each round the thread drops cancelled requests, does one piece of other work, reads prompts up to a token budget in
 one forward pass, and decodes one token of every running text, or on a GPU a block of tokens. The budget bounds how long
-running texts wait for new prompts. Greedy and sampled texts share a batch; beam searches of equal width, or of one
-config where searches are captured, share another. A round synchronises with the device once per batch.
+running texts wait for new prompts. A GPU decodes a block while the host starts texts. Greedy and sampled texts share a
+batch; beam searches of equal width, or of one config where searches are captured, share another. A round synchronises
+with the device once per batch.
 
 No client waits forever after an error. An exception raised by one text fails only its request; one raised by a batch
 fails the requests of that batch; an unexpected one fails all running requests, and the thread continues with new ones.
@@ -11,6 +12,7 @@ fails the requests of that batch; an unexpected one fails all running requests, 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
@@ -66,8 +68,7 @@ class Scheduler:
         self._prefixes = new_prefix_cache(model) if writes_text else None
         self._reader = PromptReader(model) if writes_text else None
         self._waiting = RequestQueue(max_waiting)
-        self._reading: deque[TextRequest] = deque()
-        self._running: set[TextRequest] = set()
+        self._reading, self._running = deque[TextRequest](), set[TextRequest]()
         self.batches = TextBatches(model, self.max_rows, _MAX_TEXTS[kind], self)
         self._work: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._events: list[tuple[TextRequest, TextEvent]] = []
@@ -149,9 +150,8 @@ class Scheduler:
     def _refuse_pending(self) -> None:
         """Fail everything that still waits or runs when the scheduler is closed."""
         with self._changed:
-            waiting = self._waiting.in_order()
-            self._waiting.remove(waiting)
-            self._running |= set(waiting)
+            while self._waiting:
+                self._running.add(self._waiting.pop())
         self._fail_all(SchedulerClosed())
         while self._work:
             future, _ = self._work.popleft()
@@ -168,9 +168,19 @@ class Scheduler:
         self._drop_cancelled()
         if self._work:
             _fulfil(*self._work.popleft())
-        self._read_prompts()
-        self.batches.step()
+        self._advance_texts()
         self._post_events()
+
+    def _advance_texts(self) -> None:
+        """Read the next parts of prompts, start the texts of those that are complete, and decode all texts."""
+        requests = self._next_readings()
+        wait = self._reader.start([request.reading for request in requests]) if self._reader is not None else dict
+        if self.batches.captures:  # the GPU decodes a block while the host starts texts
+            self.batches.step()
+            self._start_texts(requests, wait())
+        else:
+            self._start_texts(requests, wait())
+            self.batches.step()
 
     def _drop_cancelled(self) -> None:
         for request in [request for request in self._running if request.cancelled]:
@@ -187,50 +197,46 @@ class Scheduler:
             self.end(request, FailureEvent(error))
         self._post_events()
 
-    def _read_prompts(self) -> None:
-        """Prefill the next parts of prompts, up to the budget, in one pass; complete prompts start their texts."""
-        requests = self._next_readings()
-        if not requests:
-            return
-        assert self._reader is not None
-        errors = self._reader.read([request.reading for request in requests])
+    def _start_texts(self, requests: list[TextRequest], errors: dict[PromptReading, Exception]) -> None:
+        """Start the texts of requests whose prompts are complete now."""
         ready = []
         for request in requests:
             error = errors.get(request.reading)
-            if error is not None or request.reading.is_read:
-                self._reading.remove(request)
+            if error is None and not request.reading.is_read:
+                continue
+            self._reading.remove(request)
             if error is not None:
                 self.end(request, FailureEvent(error))
-            elif request.reading.is_read and request.reading.limit == 0:  # it is only about the prompt
+            elif request.reading.limit == 0:  # it is only about the prompt
                 for copy in range(request.copies):
                     self.report(request, TokenEvent(copy, (), finish="length"), is_urgent=True)
                 self.end(request)
-            elif request.reading.is_read:
+            else:
                 ready.append(request)
         self.batches.start(ready)
 
     def _next_readings(self) -> list[TextRequest]:
-        """The requests to prefill in this round: partly read prompts in turn, then new ones, up to the budget."""
+        """The requests to prefill in this round, up to the budget: partly read prompts in turn, then new ones."""
         for request in [request for request in self._reading if request.cancelled]:
             self._reading.remove(request)
             self.end(request)
         budget, chosen = self._prompt_tokens, list[TextRequest]()
         for request in self._reading:
-            if budget <= 0:
+            if chosen and request.reading.n_next_tokens > budget:  # the first may exceed it: a source is read whole
                 break
             budget -= request.reading.n_next_tokens
             chosen.append(request)
         self._reading.rotate(-len(chosen))
-        while budget > 0 and (new := self._admit()) is not None:
+        while (new := self._admit(budget if chosen else sys.maxsize)) is not None:
             budget -= new.reading.n_next_tokens
             chosen.append(new)
         return chosen
 
-    def _admit(self) -> TextRequest | None:
-        """Take the next request out of the queue; None if there is none or the batches have no rows left for it."""
+    def _admit(self, budget: int) -> TextRequest | None:
+        """Take the next request out of the queue, if its first part is in the budget and the batches have room."""
         with self._changed:
             request = self._waiting.first()
-            if request is None:
+            if request is None or request.reading.n_next_tokens > budget:
                 return None
             if not self.batches.has_room([*self._reading, request]):
                 return None

@@ -64,7 +64,7 @@ class TextBatches:
     def __init__(self, model: Model, max_rows: int, max_texts: int, reporter: TextReporter) -> None:
         self.model, self.max_rows, self.max_texts, self._reporter = model, max_rows, max_texts, reporter
         self.slots: dict[int | str, SeparateSlots] = {}  # batches, by rows per slot or by the config of a search
-        self._captures = can_capture_slots(model)
+        self.captures = can_capture_slots(model)
         self._most_captured = _MAX_SEARCH_BATCHES
         self._recent: deque[str] = deque(maxlen=_N_RECENT)  # the last configs that had no batch
         self._searches: dict[str, JointSearch] = {}  # by config
@@ -150,7 +150,7 @@ class TextBatches:
     def _open(self, request: TextRequest) -> SeparateSlots:
         """The batch of a request."""
         size, config = request.size, request.config
-        if self._captures and size > 1 and request.strings is None and can_join(config):
+        if self.captures and size > 1 and request.strings is None and can_join(config):
             slots = self._open_captured(config) if can_choose_captured(config, self.model.config.eos_id) else None
             if slots is not None:
                 return slots
@@ -195,7 +195,7 @@ class TextBatches:
 
     def _free_dropped(self) -> None:
         """Free the memory of batches that were dropped, whose steps refer to themselves, before another is captured."""
-        if self._captures:
+        if self.captures:
             gc.collect()
 
     def _join(self, request: TextRequest, slots: SeparateSlots) -> list[Slot]:
