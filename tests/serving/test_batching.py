@@ -554,7 +554,7 @@ def test_the_prompts_of_a_round_keep_to_the_budget(schedule: Callable[..., Sched
 @pytest.mark.usefixtures("captures")
 def test_a_gpu_decodes_while_texts_start(schedule: Callable[..., Scheduler], monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is started between a pass over prompts and the texts that follow it, which the host starts meanwhile."""
-    model, calls, gate = language_model(max_len=400), list[str](), threading.Event()
+    model, calls, second = language_model(max_len=400), list[str](), list[Asked]()
     scheduler = schedule(model)
     assert scheduler._reader is not None
     for kind, name in ((GraphSlots, "start_block"), (GraphSlots, "join"), (CapturedReading, "start")):
@@ -562,12 +562,15 @@ def test_a_gpu_decodes_while_texts_start(schedule: Callable[..., Scheduler], mon
         noted = lambda *x, plain=plain, kind=kind, name=name: (calls.append(f"{kind.__name__}.{name}"), plain(*x))[1]  # noqa: E731
         monkeypatch.setattr(kind, name, noted)
     scheduler._reader.captures = True
-    fields = {"max_new_tokens": 60, "logit_bias": {}}
-    running = Asked(scheduler, [5, 6], **fields, listen=lambda: gate.set() if len(calls) > 3 else None)
-    gate.wait()
-    second = Asked(scheduler, [6, 7], **fields)
+
+    def ask_again() -> None:
+        """Called by the scheduler's thread, so that the first text is still running."""
+        if not second and len(calls) > 3:
+            second.append(Asked(scheduler, [6, 7], max_new_tokens=60))
+
+    running = Asked(scheduler, [5, 6], max_new_tokens=60, listen=ask_again)
     assert running.tokens() == generate(model, [[5, 6]], max_new_tokens=60).tokens[0]
-    assert second.tokens() == generate(model, [[6, 7]], max_new_tokens=60).tokens[0]
+    assert second[0].tokens() == generate(model, [[6, 7]], max_new_tokens=60).tokens[0]
     last = len(calls) - calls[::-1].index("CapturedReading.start")
     assert calls[last : last + 2] == ["GraphSlots.start_block", "GraphSlots.join"]
 
