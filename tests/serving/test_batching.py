@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from generation.spoken import LINES, language_model, translator
 from regard.generation.captured_reading import CapturedReading
@@ -590,23 +591,46 @@ def test_nan_after_one_prompt_of_a_captured_pass_fails_it_alone() -> None:
     assert short.is_read
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses what a GPU does at once only when it has done everything before: here, copies of single numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.copy_.default or args[0].dim()
+        return func(*args, **(kwargs or {}))
+
+
 def test_searches_begin_without_waiting_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host would wait for a list that it copies to the device, and with it for the block that runs."""
-    model = translator()
+    model, tensor = translator(), torch.tensor
     config = merge_config(model, None, {"beam": 3, "max_new_tokens": 5})
+
+    def without_device(*args: Any, **fields: Any) -> torch.Tensor:
+        assert "device" not in fields
+        return tensor(*args, **fields)
+
     with inference(model):
         slots = SearchSlots(model, config, 2)
         reading = PromptReading(model, read_inputs(model, [rows_of(model)[0]], config), config)
         assert not PromptReader(model).read([reading])
-        slot, tensor = slots.join(reading), torch.tensor
-
-        def without_device(*args: Any, **fields: Any) -> torch.Tensor:
-            assert "device" not in fields
-            return tensor(*args, **fields)
-
-        monkeypatch.setattr(torch, "tensor", without_device)
         assert reading.logits is not None
-        slots.begin([slot], [reading], reading.logits)
+        monkeypatch.setattr(torch, "tensor", without_device)
+        with NoWaiting():
+            slot = slots.join(reading)
+            slots.begin([slot], [reading], reading.logits)
+            slots.leave(slot)
+
+
+def test_slots_in_half_precision_have_the_weights_of_the_head() -> None:
+    """They are padded where the vocabulary is no multiple of 128; prompts are not read by the step itself here."""
+    model = language_model(max_len=64).to(torch.bfloat16)
+    config = merge_config(model, None, {"max_new_tokens": 5})
+    with inference(model):
+        slots, reading = GraphSlots(model, 1, 64), PromptReading(model, read_inputs(model, [[5, 6]], config), config)
+        assert not PromptReader(model).read([reading])
+        slots.join(reading)
+        logits = slots.decode(torch.tensor([7]))
+        torch.testing.assert_close(logits, model(torch.tensor([[5, 6, 7]]))[:, -1].float(), rtol=0.05, atol=0.05)
+        assert slots._decoder.step.wide_head is not None
 
 
 def test_one_transfer_a_step_however_many_texts(

@@ -390,7 +390,7 @@ def copy_to_host(tensors: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]
     copies = tuple(x.to("cpu", non_blocking=True, copy=True) for x in tensors)
     event = torch.cuda.Event() if tensors[0].is_cuda else None
     if event is not None:
-        event.record()
+        event.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait() -> tuple[Tensor, ...]:
         if event is not None:

@@ -380,14 +380,13 @@ class DecodeStep:
         return (normed if self.is_post else total), normed
 
     def _padded_head(self) -> Tensor | None:
-        """A buffer for the output weights, zero-padded to a multiple of 128 rows, which cuBLAS multiplies much faster.
+        """The output weights, zero-padded to a multiple of 128 rows, which cuBLAS multiplies much faster.
 
-        ``read_prompts`` copies the weights, which may have been trained since. None if the product does not need it.
+        ``read_prompts`` copies them again, since they may have been trained. None if the product does not need padding.
         """
-        weight = self._output_weight()
-        needed = self.form == "many" and self.products is TorchOps and weight.is_cuda and weight.dtype.itemsize == 2
-        n_rows = -(-len(weight) // 128) * 128
-        return weight.new_zeros(n_rows, weight.shape[1]) if needed and n_rows != len(weight) else None
+        weight, n_more = self._output_weight().detach(), -len(self._output_weight()) % 128
+        needed = self.form == "many" and self.products is TorchOps and weight.dtype.itemsize == 2
+        return F.pad(weight, (0, 0, 0, n_more)) if needed and n_more else None
 
     def _output_weight(self) -> Tensor:
         return self.table.weight if self.head.weight is None else self.head.weight

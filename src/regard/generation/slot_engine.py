@@ -374,7 +374,7 @@ class GraphSlots(SeparateSlots):
         if keys.memory:
             memory = reading.memory()  # (layers, 2, G, S, D)
             keys.memory_data[:, :, slot.index, :, : memory.shape[3]] = memory
-            keys.source_lengths[slot.index] = memory.shape[3]
+            keys.source_lengths[slot.index : slot.index + 1] = memory.shape[3]  # one element would wait for the device
         if keys.origin is not None:
             past = torch.arange(keys.max_len, device=keys.row.device) < n
             keys.origin[rows] = torch.where(past, first, keys.row[rows, None])

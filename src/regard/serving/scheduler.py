@@ -175,7 +175,8 @@ class Scheduler:
         """Read the next parts of prompts, start the texts of those that are complete, and decode all texts."""
         requests = self._next_readings()
         wait = self._reader.start([request.reading for request in requests]) if self._reader is not None else dict
-        if self.batches.captures:  # the GPU decodes a block while the host starts texts
+        draws = any(request.config.samples for request in requests)  # first tokens, which would wait for the block
+        if self.batches.captures and not draws:  # the GPU decodes a block while the host starts texts
             self.batches.step()
             self._start_texts(requests, wait())
         else:
