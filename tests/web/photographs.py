@@ -144,10 +144,10 @@ def watch(model: Model, file: Path, browser: Any) -> Path:
         page.goto(f"{home}/static/watch/index.html#lang=en&theme=light")
         page.click('[data-do="play"]')
         page.wait_for_function(
-            "() => Number(document.querySelector('[data-figure=loss] dd').textContent) < 0.05", timeout=120_000
+            "() => Number(document.querySelector('[data-figure=loss] dd')?.textContent) < 0.05", timeout=120_000
         )
         page.click('[data-do="play"]')
-        page.wait_for_function("() => document.querySelector('[data-do=play]').textContent === 'Play'")
+        page.wait_for_function("() => document.querySelector('[data-do=play]')?.textContent === 'Play'")
         page.evaluate("() => document.fonts.ready")
         save(page.screenshot(), file)
         assert tab.complaints == [], tab.complaints

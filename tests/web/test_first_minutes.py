@@ -353,7 +353,7 @@ def test_what_the_server_refuses_is_said_in_korean(tab: Tab) -> None:
     tab.open(model="speaker", text="the cat", lang="ko")
     tab.page.fill('textarea[name="text"]', "the cat sat " * 30_000)
     tab.page.click(".primary")
-    tab.page.wait_for_function("() => document.querySelector('.message').textContent.length > 10")
+    tab.page.wait_for_function("() => document.querySelector('.message')?.textContent.length > 10")
     assert tab.page.inner_text(".message") == "문장은 200000자까지 넣을 수 있습니다."
     assert len(tab.complained(2)) == 2  # the browser's own line about the status, and ours
 

@@ -39,7 +39,7 @@ def test_a_link_brings_the_same_picture_back(tab: Tab, seen: Look) -> None:
     tab.settled()
     assert tab.page.input_value(".find") == "ring"
     tab.page.evaluate("() => { location.hash = location.hash.replace('ring', 'tiger').replace('find=tiger', ''); }")
-    tab.page.wait_for_function("() => document.querySelector('textarea').value.includes('tiger')")
+    tab.page.wait_for_function("() => document.querySelector('textarea')?.value.includes('tiger')")
     tab.settled()
     assert (tab.state["head"], tab.state["layer"]) == ("1", "1")
     assert tab.page.inner_text(".stepper >> nth=1 >> output") == "2 / 4"
@@ -171,7 +171,7 @@ def test_what_is_wrong_is_one_sentence(tab: Tab) -> None:
     tab.open(model="speaker", text="the cat")
     tab.page.fill('textarea[name="text"]', "the cat sat " * 30_000)
     tab.page.click(".primary")
-    tab.page.wait_for_function("() => document.querySelector('.message').textContent.length > 10")
+    tab.page.wait_for_function("() => document.querySelector('.message')?.textContent.length > 10")
     assert "characters" in tab.page.inner_text(".message")
     assert len(tab.complained(2)) == 2  # the browser's own line about the status, and ours
 

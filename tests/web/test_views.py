@@ -283,7 +283,7 @@ def test_a_new_text_is_written_in_view_at_a_pace_to_follow(tab: Tab, models: dic
     began = time.monotonic()
     with tab.page.expect_response("**/api/stream"):
         tab.page.click(".primary")
-    tab.page.wait_for_function("() => !document.querySelector('.primary').disabled")
+    tab.page.wait_for_function("() => document.querySelector('.primary')?.disabled === false")
     found = look(models["en-ko"], text)
     exact = found.weights(layer=0, head=None, kind="cross")
     tab.page.wait_for_selector('[data-do="play"]:visible')
@@ -501,7 +501,7 @@ def test_only_the_look_that_was_requested_last_is_shown(tab: Tab, models: dict[s
         late[0].continue_()
     tab.page.unroute("**/api/looks")
     tab.settled()
-    tab.page.wait_for_function("document.querySelector('#app').getAttribute('aria-busy') === 'false'")
+    tab.page.wait_for_function("document.querySelector('#app')?.getAttribute('aria-busy') === 'false'")
     assert tab.state["text"] == second
     assert tab.table()[0][1:] == [label.text for label in look(models["en-ko"], second).cols(kind="encoder")]
 

@@ -158,7 +158,7 @@ def play_until_learned(page: Any) -> float:
     learned = f"() => Number(document.querySelector('[data-figure=loss] dd')?.textContent) < {TARGET_LOSS}"
     page.wait_for_function(learned, timeout=1000 * SECONDS)
     page.click('[data-do="play"]')
-    page.wait_for_function("() => document.querySelector('[data-do=play]').textContent.match(/Play|시작/)")
+    page.wait_for_function("() => document.querySelector('[data-do=play]')?.textContent.match(/Play|시작/)")
     return time.monotonic() - begun
 
 
@@ -172,7 +172,7 @@ def test_it_learns_within_a_minute_and_without_the_mask_it_cannot_write(watching
     with_mask = watching.inner_text(".maps")
     watching.uncheck('[name="causal"]')
     assert "causal=0" in watching.url
-    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd').textContent === '0'")
+    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd')?.textContent === '0'")
     play_until_learned(watching)
     assert figure(watching, "accuracy") < 50
     assert "it has learned to look ahead" in watching.inner_text(".saw")
@@ -186,21 +186,21 @@ def test_steps_seeds_words_keys_and_both_languages(watching: Any, home: str) -> 
     assert watching.evaluate("() => document.documentElement.dataset.theme") == "dark"
     assert "attend→" in watching.inner_text(".written-letters").replace(" ", "")
     watching.click('[data-do="step"]')
-    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd').textContent === '1'")
+    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd')?.textContent === '1'")
     loss = figure(watching, "loss")
     assert loss > 2
     watching.evaluate("() => document.activeElement.blur()")
     watching.keyboard.press("r")
-    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd').textContent === '0'")
+    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd')?.textContent === '0'")
     watching.keyboard.press("s")
-    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd').textContent === '1'")
+    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd')?.textContent === '1'")
     assert figure(watching, "loss") == loss  # the same seed, the same numbers
     watching.fill('[name="seed"]', "7")
     watching.press('[name="seed"]', "Tab")
-    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd').textContent === '0'")
+    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd')?.textContent === '0'")
     assert "seed=7" in watching.url
     watching.click('[data-do="step"]')
-    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd').textContent === '1'")
+    watching.wait_for_function("() => document.querySelector('[data-figure=nth] dd')?.textContent === '1'")
     assert figure(watching, "loss") != loss
     watching.fill('[name="word"]', "four")
     watching.press('[name="word"]', "Tab")
