@@ -2,6 +2,7 @@
 
 python benchmarks/serve.py cpu                        # Transformer base in int8, 32 clients against one after another
 python benchmarks/serve.py gpu                        # GPT-2 124M in streams, Transformer base with beams; bf16
+python benchmarks/serve.py host                       # 64 streams where only the GPU is simulated: what HTTP takes
 python benchmarks/serve.py attention                  # how requests for attention weights slow others down
 
 Bars: on a CPU of two cores, 32 clients get 4 times the tokens/s of one client with consecutive requests. On a GPU, 64
@@ -68,7 +69,7 @@ def new_model(preset: str, lines: list[str], args: argparse.Namespace, **fields:
     torch.manual_seed(0)
     sizes = SMALL if args.quick else {}
     ids = {"pad_id": tokenizer.pad_id, "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id}
-    model = regard.build(preset, vocab_size=tokenizer.size, **ids, **sizes, **fields)
+    model = regard.build(preset, vocab_size=tokenizer.size, **ids, **(sizes | fields))
     model.processor = Processor(source=tokenizer)
     return without_end(model)
 
@@ -182,6 +183,20 @@ def measure_gpu(args: argparse.Namespace, folder: Path) -> list[Row]:
     return rows
 
 
+def measure_host(args: argparse.Namespace, folder: Path) -> list[Row]:
+    """What is left of a GPU's tokens/s when its texts are streamed over HTTP."""
+    import simulated_gpu
+
+    lines = library_lines()
+    model = new_model("gpt2", lines, args, **SMALL)
+    prompts = long_prompts_of(lines, model, N_PROMPT)
+    with start_server(str(model.save(folder)), args.device, simulated_gpu.PROGRAM) as url:
+        measure_load(url, prompts, 64, 64, N_CONTINUED)
+        rates = [measure_load(url, prompts, 64, 512, N_CONTINUED).tokens_per_s for _ in range(args.rounds)]
+    rate = simulated_gpu.TOKENS_PER_SECOND
+    return [Row("64 streams / the simulated GPU", statistics.median(rates) / rate, 0.8, f"{_rounded(rates)} tokens/s")]
+
+
 def _rounded(rates: list[float]) -> list[int]:
     return [round(rate) for rate in rates]
 
@@ -269,6 +284,7 @@ def _served_name(url: str) -> str:
 PARTS: dict[str, tuple[Callable[[argparse.Namespace, Path], list[Row]], str]] = {
     "cpu": (measure_cpu, "cpu"),
     "gpu": (measure_gpu, "cuda"),
+    "host": (measure_host, "cpu"),
     "attention": (measure_attention, "cpu"),
 }
 

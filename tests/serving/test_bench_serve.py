@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import simulated_gpu
 
 from regard.cli import main
 from regard.experiments.bench_serve import bench_serve, percentile, start_server
@@ -68,6 +69,17 @@ def test_a_run_is_served_as_long_as_it_takes(models: dict[str, Model], tmp_path:
     assert "speaker at http://127.0.0.1:" in capsys.readouterr().out
     assert main(["bench", "serve", str(tmp_path / "none"), "--clients", "1"]) == 1
     assert "did not start" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_rest_of_a_server_with_a_simulated_gpu(models: dict[str, Model], tmp_path: Path) -> None:
+    """The code that serves a GPU, for `benchmarks/serve.py host`: blocks, captured passes, and texts of any content."""
+    path = models["speaker"].save(tmp_path / "speaker")
+    with start_server(str(path), "cpu", simulated_gpu.PROGRAM) as url:
+        (result,) = bench_serve(url, clients=(4,), requests=8, max_tokens=20).results
+    assert result.errors == {}
+    assert result.tokens_per_s * result.seconds == pytest.approx(8 * 20)
+    assert result.whole_p50_s > 2 * simulated_gpu.BLOCK_SECONDS
 
 
 def test_percentiles() -> None:
