@@ -118,6 +118,19 @@ def test_attention_of_a_stream_comes_last(api: ServedApi) -> None:
     assert "attention" in json.loads(lines[-2].removeprefix("data: "))["choices"][0]
 
 
+def test_what_a_stream_sends_at_its_end_is_one_chunk(api: ServedApi) -> None:
+    """The last text of both choices, usage and [DONE]: every write costs a system call, and so does every read."""
+    body = {"model": "speaker", "prompt": TEXT, "max_tokens": 1, "n": 2, "temperature": 1.0, "seed": 1, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    with httpx.stream("POST", f"{api.url}/v1/completions", json=body, timeout=60) as answer:
+        *_, last = answer.iter_raw()
+    events = last.decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    *choices, usage = (json.loads(event.removeprefix("data: ")) for event in events[:-1])
+    assert [choice["choices"][0]["finish_reason"] for choice in choices] == ["length", "length"]
+    assert usage["usage"]["completion_tokens"] == 2
+
+
 def test_texts_do_not_wait_for_a_look_at_attention(api: ServedApi, monkeypatch: pytest.MonkeyPatch) -> None:
     is_looking, has_finished = threading.Event(), threading.Event()
 

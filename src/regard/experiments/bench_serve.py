@@ -278,7 +278,7 @@ def _message(document: Any) -> str:
 
 @contextmanager
 def start_server(run: str, device: str = "auto", program: Sequence[str] = ("-m", "regard")) -> Iterator[str]:
-    """Context in which a run is served by a process of its own, Python with ``program``; yields the server's address."""
+    """Context in which a process of its own, Python with ``program``, serves a run; yields the server's address."""
     words = [sys.executable, *program, "serve", "--api", run, "--port", "0", "--device", device]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
         assert process.stderr is not None

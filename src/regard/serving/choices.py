@@ -63,6 +63,7 @@ class Writing:
         self.model, self.created, self.id = model, int(time.time()), uuid4().hex
         self.requests: list[TextRequest] = []
         self.choices: list[TextChoice] = []
+        self.n_unfinished = 0  # choices
         self._groups: list[list[TextChoice]] = []  # the choices of each request
         self._events: asyncio.Queue[tuple[int, TextEvent]] = asyncio.Queue()
 
@@ -81,6 +82,7 @@ class Writing:
         self.requests.append(request)
         self._groups.append(group)
         self.choices += group
+        self.n_unfinished += n_choices
 
     @property
     def usage(self) -> dict[str, int]:
@@ -88,22 +90,21 @@ class Writing:
         n_written = sum(choice.n_written for choice in self.choices)
         return {"prompt_tokens": n_prompt, "completion_tokens": n_written, "total_tokens": n_prompt + n_written}
 
-    async def follow(self) -> AsyncIterator[tuple[TextChoice, str]]:
-        """Submit the requests and yield each choice as it changes, with its new text.
+    async def follow(self) -> AsyncIterator[list[tuple[TextChoice, str]]]:
+        """Submit the requests and yield the choices that change, with their new text, as often as there is news.
 
         Closing the generator cancels the requests that are still running.
         """
         self.model.scheduler.submit(*self.requests)
-        n_open = len(self.choices)
         try:
-            while n_open:
+            while self.n_unfinished:
                 pieces: dict[int, str] = {}  # by the index of the choice
                 for number, event in await self._next_events():
                     for choice, piece in self._apply(number, event):
                         pieces[choice.index] = pieces.get(choice.index, "") + piece
-                for index, piece in pieces.items():
-                    n_open -= self.choices[index].finish_reason is not None
-                    yield self.choices[index], piece
+                changes = [(self.choices[index], piece) for index, piece in pieces.items()]
+                self.n_unfinished -= sum(choice.finish_reason is not None for choice, _ in changes)
+                yield changes
         finally:
             for request in self.requests:
                 request.cancel()

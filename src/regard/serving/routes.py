@@ -41,6 +41,7 @@ _DEFAULT_TOKENS = 16  # OpenAI's default max_tokens of a completion
 _DEFAULT_BEAMS = 4  # for translations and captions, as in Vaswani et al. 2017
 _SHORT_INPUTS, _SHORT_CHARACTERS = 8, 2000  # of a request that is read in the event loop
 _CLASSIFY_BATCH = 8  # inputs classified between two decode steps, during which all running texts wait
+_DONE = b"data: [DONE]\n\n"  # the last event of a stream
 _LOG = logging.getLogger("uvicorn.error")  # where other internal errors are logged
 
 
@@ -336,45 +337,51 @@ async def _stream(document: OpenAIDocument) -> Response:
     The first event is awaited before the response starts, so that a full queue is still reported by a status.
     """
     following = document.writing.follow()
-    first = await anext(following, None)
+    first: list[tuple[TextChoice, str]] = await anext(following, [])
     events = _chunks(first, following, document)
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
     return _EventStream(events, media_type="text/event-stream", headers=headers)
 
 
 class _EventStream(StreamingResponse):  # type: ignore[misc]  # untyped without FastAPI
-    """A stream without a task of its own that waits for the client to leave: ``RequestGuard`` cancels the request."""
+    """A stream without a task of its own that waits for the client to leave: ``RequestGuard`` cancels the request.
+
+    The chunk that ends with ``_DONE`` is known to be the last: what a stream sends at its end is a single write.
+    """
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await self.stream_response(send)
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self.body_iterator:
+            await send({"type": "http.response.body", "body": chunk, "more_body": not chunk.endswith(_DONE)})
 
 
 async def _chunks(
-    first: tuple[TextChoice, str] | None, following: AsyncIterator[tuple[TextChoice, str]], document: OpenAIDocument
+    changes: list[tuple[TextChoice, str]],
+    following: AsyncIterator[list[tuple[TextChoice, str]]],
+    document: OpenAIDocument,
 ) -> AsyncIterator[bytes]:
+    """The events of a stream; those that are ready at the same time are one chunk."""
     body, writing = document.body, document.writing
+    events = [_event(chunk) for chunk in document.beginning()]
     async with aclosing(following):  # type: ignore[type-var]  # an async generator
         try:
-            for chunk in document.beginning():
-                yield _event(chunk)
-            if first is not None:
-                if new := document.piece(*first):
-                    yield _event(new)
-                async for choice, piece in following:
-                    if new := document.piece(choice, piece):
-                        yield _event(new)
+            while changes:
+                events += [_event(new) for change in changes if (new := document.piece(*change))]
+                if events and (writing.n_unfinished or body.attention is not None):  # the next ones take time
+                    yield b"".join(events)
+                    events = []
+                changes = await anext(following, [])
             if body.attention is not None:
                 await _add_attention(writing.model, writing.choices, body, document.extras)
-                for choice in writing.choices:
-                    yield _event(document.attention_chunk(choice))
+                events += [_event(document.attention_chunk(choice)) for choice in writing.choices]
             if body.stream_options is not None and body.stream_options.include_usage:
-                yield _event(document.frame() | {"choices": [], "usage": writing.usage})
+                events.append(_event(document.frame() | {"choices": [], "usage": writing.usage}))
         except Exception as failure:  # the status has been sent: report the error as an event
             status, content, _ = error_document(failure)
             if status == 500:
                 _LOG.exception("a stream ended with an error")
-            yield _event(content)
-        yield b"data: [DONE]\n\n"
+            events.append(_event(content))
+        yield b"".join([*events, _DONE])
 
 
 def _event(content: Any) -> bytes:
