@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import regard
 from regard.config import ModelConfig
 from regard.generation import generate
+from regard.hub import write_config
 from regard.hub.families import BY_TYPE
 from regard.hub.hf_family import ForeignFields
 
@@ -294,6 +295,7 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
         ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3_text", {"attn_logit_softcapping": 20.0}, "attn_logit_softcapping=20.0"),
         ("gemma2", {"head_dim": None}, "head_dim"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
@@ -316,6 +318,11 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
 )
 def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, Any], named: str) -> None:
     assert named in refusal(fields_of(case) | change)
+
+
+def test_a_cap_that_transformers_does_not_compute_is_not_written() -> None:
+    written = write_config(read("gemma3_text").with_(score_cap=20.0))
+    assert written.obstacles == ("score_cap=20.0 (gemma3_text has None)",)
 
 
 @torch.no_grad()

@@ -97,6 +97,8 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     if kind in _CAPPED:
         scalar = theirs.get("query_pre_attn_scalar", 256)
         ours["attention_scale"] = None if scalar == ours["d_head"] else 1 / math.sqrt(scalar)
+        if kind == "gemma3_text":
+            theirs.only("attn_logit_softcapping", None)  # transformers has the field and does not compute it
         ours["score_cap"] = theirs.get("attn_logit_softcapping")
         ours["logit_cap"] = theirs.get("final_logit_softcapping")
     if kind == "smollm3":
@@ -107,18 +109,16 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     if kind == "exaone4" and theirs.get("sliding_window") is not None:
         ours["rope_layers"] = () if ours["window"] is None else ours["window_layers"]
     if kind in _WITH_EXPERTS:
-        for name, only in (("router_jitter_noise", 0.0), ("decoder_sparse_step", 1), ("clip_qkv", None)):
-            theirs.only(name, only)
-        theirs.only("mlp_only_layers", [])
-        theirs.only("use_sliding_window", False)
+        fixed: dict[str, Any] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "clip_qkv": None}
+        for name, value in {**fixed, "mlp_only_layers": [], "use_sliding_window": False}.items():
+            theirs.only(name, value)
         ours["router_z_loss"] = 0.0  # theirs have none
-    is_oss = kind == "gpt_oss"
-    if is_oss:
+    if kind == "gpt_oss":
         theirs.only("hidden_act", "silu")  # in fact the gate given by swiglu_alpha and swiglu_limit
         theirs.only("swiglu_alpha", 1.702)
     bias = theirs.get("attention_bias", False)
     ours |= {"qkv_bias": kind == "qwen2" or bias, "out_bias": kind != "qwen2" and bias}
-    return ModelConfig(**ours, ff_bias=is_oss or theirs.get("mlp_bias", False))
+    return ModelConfig(**ours, ff_bias=kind == "gpt_oss" or theirs.get("mlp_bias", False))
 
 
 def _read_common(theirs: hf.ForeignFields, member: Member) -> dict[str, Any]:
@@ -270,7 +270,8 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
     if kind in _CAPPED:
         scale = config.attention_scale
         fields["query_pre_attn_scalar"] = config.head_width if scale is None else round(scale**-2)
-        fields |= {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
+        fields |= {"final_logit_softcapping": config.logit_cap}
+        fields |= {"attn_logit_softcapping": config.score_cap} if kind == "gemma2" else {}
     if kind in _TWO_ROPES:
         local = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
         fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
@@ -406,9 +407,8 @@ def _outer_steps(config: ModelConfig, prefix: str) -> list[Step]:
 
 def read_phi3(theirs: hf.ForeignFields) -> ModelConfig:
     ours = _read_common(theirs, _PHI3) | read_rope(theirs, fraction=1.0)
-    dropout, embedding_dropout = theirs.get("resid_pdrop", 0.0), theirs.get("embd_pdrop", 0.0)
     ours |= {"qkv_bias": False, "out_bias": False, "ff_bias": False}
-    return ModelConfig(**ours, dropout=dropout, embedding_dropout=embedding_dropout)
+    return ModelConfig(**ours, dropout=theirs.get("resid_pdrop", 0.0), embedding_dropout=theirs.get("embd_pdrop", 0.0))
 
 
 def write_phi3(config: ModelConfig) -> dict[str, Any]:
