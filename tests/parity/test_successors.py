@@ -215,6 +215,14 @@ def test_modernbert(model_class: type[PreTrainedModel], features: dict[str, Any]
     assert not model.config.first_norm
 
 
+def test_a_modernbert_with_scaled_positions_is_refused() -> None:
+    """Under the name that the field had before transformers 5, too."""
+    fields = hf.ModernBertConfig(**MODERN).to_dict()
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    assert "rope_type='linear'" in refusal(fields | {"rope_scaling": scaled})
+    assert "rope_type='linear'" in refusal(fields | {"rope_parameters": {"full_attention": scaled}})
+
+
 def test_what_the_features_become() -> None:
     """A case could pass because both sides pass a field over; what it is to change must be there."""
     neox, phi, phi3 = read("gpt_neox"), read("phi"), read("phi3")

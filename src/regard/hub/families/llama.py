@@ -83,6 +83,7 @@ _LINE = {
 _PHI3 = _member("Phi3", defaults="olmo2", always_windowed=True)
 _CAPPED = ("gemma2", "gemma3_text")
 _WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+_EVEN_HEADS = (*_CAPPED, "eurobert")  # transformers refuses them, and llama, if n_heads does not divide d_model
 _NAMED_HEAD_WIDTH = ("qwen3", "gpt_oss", "gemma", *_CAPPED)  # their default head_dim is not d_model / n_heads
 
 
@@ -284,6 +285,8 @@ def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, A
         gates = {"quick_geglu": "silu"}
     if config.activation not in gates or config.head == "classify":
         raise ValueError(f"no model of the LLaMA line has activation={config.activation!r} with head={config.head!r}")
+    if kind in _EVEN_HEADS and config.d_model % config.n_heads:
+        raise ValueError(f"d_model={config.d_model} is not a multiple of n_heads={config.n_heads}, as {kind} needs it")
     fields: dict[str, Any] = {
         "model_type": kind,
         "architectures": [member.causal_class if config.head == "lm" else member.base_class],
@@ -325,7 +328,7 @@ def _kind(config: ModelConfig) -> str:
         return "qwen3"
     if config.qkv_bias and not config.out_bias:
         return "qwen2"
-    if config.window is None:
+    if config.window is None and config.d_model % config.n_heads == 0:
         return "llama"
     return "mistral" if config.window_layers is None else "ministral"
 
