@@ -69,6 +69,11 @@ CASES: dict[str, Case] = {
         hf.Gemma2Config,
         {**SIZES, **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
     ),
+    "gemma2 no window": (
+        hf.Gemma2ForCausalLM,
+        hf.Gemma2Config,
+        {**SIZES, **GEMMA, "layer_types": ["full_attention"] * 3},
+    ),
     "gemma3_text": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, {**SIZES, **GEMMA, **WINDOWS}),
     "gemma3_text turned by two bases": (
         hf.Gemma3ForCausalLM,
@@ -277,6 +282,8 @@ def test_older_spellings_mean_the_same() -> None:
     assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)) == read("gemma3_text turned by two bases")
     gemma = {**gemma, "layer_types": None, "sliding_window_pattern": 2, "num_hidden_layers": 3}
     assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)).window_layers == (0, 2)
+    smollm = fields_of("smollm3 layers without positions") | {"layer_types": None, "max_window_layers": 1}
+    assert BY_TYPE["smollm3"].read(ForeignFields(smollm)).window_layers == (0, 2)
     exaone = fields_of("exaone4") | {"sliding_window": 4, "layer_types": None, "num_hidden_layers": 7}
     for pattern, layers in ((4, (0, 1, 2, 4, 5, 6)), ("LLLG", (0, 1, 2, 4, 5)), ("LG", (0, 2, 4))):
         fields = ForeignFields(exaone | {"sliding_window_pattern": pattern})
@@ -307,6 +314,10 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
         ("gemma2", {"head_dim": None}, "head_dim"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
+        ("gemma2", {"layer_types": None, "sliding_window_pattern": 3}, "sliding_window_pattern=3"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
+        ("mixtral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("phi3", {"layer_types": ["full_attention"] * 3}, "layer_types="),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
         ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
         ("mamba2", {"time_step_limit": [0.0, 0.5]}, "time_step_limit=[0.0, 0.5]"),

@@ -103,10 +103,8 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
         ours["score_cap"] = theirs.get("attn_logit_softcapping")
         ours["logit_cap"] = theirs.get("final_logit_softcapping")
     if kind == "smollm3":
-        n_layers, interval = ours["n_layers"], theirs.get("no_rope_layer_interval", 4)
-        flags = theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
-        rotated = tuple(layer for layer, flag in enumerate(flags) if flag)
-        ours["rope_layers"] = None if len(rotated) == n_layers else rotated
+        rotated = tuple(layer for layer, flag in enumerate(_rope_flags(theirs, ours["n_layers"])) if flag)
+        ours["rope_layers"] = None if len(rotated) == ours["n_layers"] else rotated
     if kind == "exaone4" and theirs.get("sliding_window") is not None:
         ours["rope_layers"] = () if ours["window"] is None else ours["window_layers"]
     if kind in _WITH_EXPERTS:
@@ -155,9 +153,16 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
     window = theirs.get("sliding_window")
     if not (member.always_windowed or theirs.get("use_sliding_window", False)):
         window = None
+    if theirs.model_type in ("mixtral", "phi3"):
+        theirs.only("layer_types", None)  # transformers does not read it
     kinds = theirs.get("layer_types")
     if kinds is None and window is not None and theirs.model_type in _DEFAULT_PATTERN:
-        kinds = _kinds_of_pattern(theirs.get("sliding_window_pattern", _DEFAULT_PATTERN[theirs.model_type]), n_layers)
+        default = _DEFAULT_PATTERN[theirs.model_type]
+        if theirs.model_type not in ("gemma3_text", "exaone4"):
+            theirs.only("sliding_window_pattern", default)  # transformers always has the default
+        kinds = _kinds_of_pattern(theirs.get("sliding_window_pattern", default), n_layers)
+    if kinds is None and window is not None and theirs.model_type == "smollm3":
+        kinds = ["full_attention" if flag else "sliding_attention" for flag in _rope_flags(theirs, n_layers)]
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if kinds is not None and set(kinds) - known:
         unknown, options = sorted(set(kinds) - known)[0], " or ".join(sorted(known))
@@ -173,6 +178,12 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
     if not layers:
         return None, None
     return window, None if len(layers) == n_layers else layers
+
+
+def _rope_flags(theirs: hf.ForeignFields, n_layers: int) -> list[int]:
+    """Which layers of a SmolLM3 have rotary positions."""
+    interval = theirs.get("no_rope_layer_interval", 4)
+    return theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
 
 
 def _kinds_of_pattern(pattern: Any, n_layers: int) -> list[str]:
@@ -298,8 +309,8 @@ def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, A
     }
     if member.can_have_window:
         fields["sliding_window"] = config.window
-        # gpt_oss needs a number even if no layer has a window; exaone4 has positions everywhere without a number.
-        if config.window is None and (kind == "gpt_oss" or config.rope_layers == ()):
+        # These need a number even if no layer has a window; exaone4 has positions everywhere without a number.
+        if config.window is None and (kind in ("gpt_oss", *_CAPPED) or config.rope_layers == ()):
             fields["sliding_window"] = 128
     return fields
 
