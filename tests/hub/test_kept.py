@@ -81,6 +81,7 @@ def test_every_end_token_ends_a_text(tmp_path: Path) -> None:
         ("llama", {"eos_token_id": 5}, (1, 5, ())),
         ("llama", {"eos_token_id": [5, 6]}, (1, 5, (6,))),
         ("llama", {"eos_token_id": 10**9, "decoder_start_token_id": 7}, (1, 3, (4,))),
+        ("llama", {"eos_token_id": True}, (1, 3, (4,))),
         ("bart", {"decoder_start_token_id": 7, "eos_token_id": [4, 3, 5]}, (7, 3, (4, 5))),
     ],
 )

@@ -97,7 +97,7 @@ def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = N
             f"remove the section if the other fields are right"
         )
     settings = {**fields, **(generation or {})}
-    if rules := [f"{name}={settings[name]}" for name in _TOKEN_RULES if settings.get(name) is not None]:
+    if rules := [f"{name}={settings[name]}"[:100] for name in _TOKEN_RULES if settings.get(name) is not None]:
         _log.warning("texts follow %s in transformers, here only prefix=… and logit_bias=…", ", ".join(rules))
     config = section_config or config.with_(**_generation_ids(config, generation or {}))
     config = config.with_(more_eos_ids=_more_eos_ids(config, fields, generation or {}))
@@ -121,7 +121,7 @@ def _generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> dict[
         end = config.eos_id if config.eos_id in end else next(iter(end), None)
     ids = {"eos_id": end} | ({"bos_id": start} if config.architecture == "encoder-decoder" else {})
     n_tokens = config.output_vocab_size if config.has_decoder else 0
-    return {name: index for name, index in ids.items() if isinstance(index, int) and 0 <= index < n_tokens}
+    return {name: index for name, index in ids.items() if type(index) is int and 0 <= index < n_tokens}
 
 
 def _more_eos_ids(config: ModelConfig, *sources: Mapping[str, Any]) -> tuple[int, ...]:
