@@ -27,8 +27,9 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def directory(kind: str, to: Path, **changes: Any) -> Path:
-    """A directory of transformers' whose config.json was changed; here None is written as null."""
+    """A directory of transformers' whose config.json was changed, without a generation_config.json; None is null."""
     theirs(kind).save_pretrained(to)
+    (to / "generation_config.json").unlink(missing_ok=True)
     (to / "config.json").write_text(json.dumps(config_of(to) | changes), encoding="utf-8")
     return to
 
@@ -72,6 +73,34 @@ def test_every_end_token_ends_a_text(tmp_path: Path) -> None:
         only = generate(model, [1, 6], max_new_tokens=8, logit_bias={end: 100.0}).hypotheses[0][0]
         assert (only.tokens, only.n_ending) == ([end], 1)
         assert list(stream_tokens(model, [1, 6], max_new_tokens=8, logit_bias={end: 100.0})) == [end]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "ids"),
+    [
+        ("llama", {"eos_token_id": 5}, (1, 5, ())),
+        ("llama", {"eos_token_id": [5, 6]}, (1, 5, (6,))),
+        ("llama", {"eos_token_id": 10**9, "decoder_start_token_id": 7}, (1, 3, (4,))),
+        ("llama", {"eos_token_id": True}, (1, 3, (4,))),
+        ("bart", {"decoder_start_token_id": 7, "eos_token_id": [4, 3, 5]}, (7, 3, (4, 5))),
+    ],
+)
+def test_start_and_end_of_generation_config_come_first(
+    kind: str, named: dict[str, Any], ids: tuple[int, int, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """transformers generates with these, whatever config.json says."""
+    folder = directory(kind, tmp_path / "theirs", bos_token_id=1, eos_token_id=[3, 4])
+    (folder / "generation_config.json").write_text(json.dumps(named))
+    model = load(folder)
+    for each in (model, load(model.save(tmp_path / "ours")), load(load(tmp_path / "ours").save(tmp_path / "twice"))):
+        assert (each.config.bos_id, each.config.eos_id, each.config.more_eos_ids) == ids
+
+
+def test_rules_for_tokens_that_are_not_followed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = directory("marian", tmp_path / "theirs", bad_words_ids=[[7]], forced_bos_token_id=3)
+    (folder / "generation_config.json").write_text('{"forced_bos_token_id": 5}')
+    load(folder)
+    assert "forced_bos_token_id=5, bad_words_ids=[[7]]" in caplog.text
 
 
 def test_a_null_quantization_config_is_none(tmp_path: Path) -> None:

@@ -28,8 +28,10 @@ from transformers import (
 )
 
 from regard.config import ModelConfig, RopeScalingConfig
+from regard.hub import write_config
 from regard.hub.families import BY_TYPE
 from regard.hub.families.llama import LLAMA
+from regard.hub.hf_config import transformers_twin
 from regard.hub.hf_family import ForeignFields
 from regard.models import Decoder, build
 from regard.presets import preset
@@ -143,6 +145,16 @@ def test_language_model(
 ) -> None:
     model_class, config_class, features = case
     check_decoder(model_class, config_class(**SIZES | features), tmp_path)
+
+
+def test_heads_that_do_not_divide_the_width_open_there_under_a_type_that_allows_them() -> None:
+    sizes: dict[str, Any] = {"d_model": 30, "n_heads": 4, "n_kv_heads": 2, "d_head": 8, "d_ff": 20, "n_layers": 1}
+    config = preset("llama-1b").with_(**sizes, vocab_size=41, max_len=16, rope_scaling=None)
+    assert write_config(config).model_type == "mistral"
+    assert transformers_twin(config).config.hidden_size == 30
+    gemma = config.with_(norm_offset=1.0, norm_place="both", activation="geglu_tanh", scale_embeddings=True)
+    assert write_config(gemma).model_type == "regard"
+    assert write_config(gemma.with_(d_model=32)).model_type == "gemma2"
 
 
 def test_what_the_features_become(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import regard
 from regard.config import ModelConfig
 from regard.generation import generate
+from regard.hub import write_config
 from regard.hub.families import BY_TYPE
 from regard.hub.hf_family import ForeignFields
 
@@ -67,6 +68,11 @@ CASES: dict[str, Case] = {
         hf.Gemma2ForCausalLM,
         hf.Gemma2Config,
         {**SIZES, **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "gemma2 no window": (
+        hf.Gemma2ForCausalLM,
+        hf.Gemma2Config,
+        {**SIZES, **GEMMA, "layer_types": ["full_attention"] * 3},
     ),
     "gemma3_text": (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig, {**SIZES, **GEMMA, **WINDOWS}),
     "gemma3_text turned by two bases": (
@@ -214,6 +220,14 @@ def test_modernbert(model_class: type[PreTrainedModel], features: dict[str, Any]
     assert not model.config.first_norm
 
 
+def test_a_modernbert_with_scaled_positions_is_refused() -> None:
+    """Under the name that the field had before transformers 5, too."""
+    fields = hf.ModernBertConfig(**MODERN).to_dict()
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    assert "rope_type='linear'" in refusal(fields | {"rope_scaling": scaled})
+    assert "rope_type='linear'" in refusal(fields | {"rope_parameters": {"full_attention": scaled}})
+
+
 def test_what_the_features_become() -> None:
     """A case could pass because both sides pass a field over; what it is to change must be there."""
     neox, phi, phi3 = read("gpt_neox"), read("phi"), read("phi3")
@@ -268,6 +282,8 @@ def test_older_spellings_mean_the_same() -> None:
     assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)) == read("gemma3_text turned by two bases")
     gemma = {**gemma, "layer_types": None, "sliding_window_pattern": 2, "num_hidden_layers": 3}
     assert BY_TYPE["gemma3_text"].read(ForeignFields(gemma)).window_layers == (0, 2)
+    smollm = fields_of("smollm3 layers without positions") | {"layer_types": None, "max_window_layers": 1}
+    assert BY_TYPE["smollm3"].read(ForeignFields(smollm)).window_layers == (0, 2)
     exaone = fields_of("exaone4") | {"sliding_window": 4, "layer_types": None, "num_hidden_layers": 7}
     for pattern, layers in ((4, (0, 1, 2, 4, 5, 6)), ("LLLG", (0, 1, 2, 4, 5)), ("LG", (0, 2, 4))):
         fields = ForeignFields(exaone | {"sliding_window_pattern": pattern})
@@ -294,9 +310,14 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
         ("opt", {"word_embed_proj_dim": 12}, "word_embed_proj_dim=12"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm=True"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3_text", {"attn_logit_softcapping": 20.0}, "attn_logit_softcapping=20.0"),
         ("gemma2", {"head_dim": None}, "head_dim"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
+        ("gemma2", {"layer_types": None, "sliding_window_pattern": 3}, "sliding_window_pattern=3"),
+        ("exaone4", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
+        ("mixtral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("phi3", {"layer_types": ["full_attention"] * 3}, "layer_types="),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
         ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
         ("mamba2", {"time_step_limit": [0.0, 0.5]}, "time_step_limit=[0.0, 0.5]"),
@@ -316,6 +337,11 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
 )
 def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, Any], named: str) -> None:
     assert named in refusal(fields_of(case) | change)
+
+
+def test_a_cap_that_transformers_does_not_compute_is_not_written() -> None:
+    written = write_config(read("gemma3_text").with_(score_cap=20.0))
+    assert written.obstacles == ("score_cap=20.0 (gemma3_text has None)",)
 
 
 @torch.no_grad()

@@ -129,6 +129,7 @@ def test_missing_fields_mean_their_defaults() -> None:
         ("architectures", ["SwinForMaskedImageModeling"], "SwinForMaskedImageModeling"),
         ("num_heads", [2], "stage_heads"),
         ("hidden_act", "mish", "hidden_act"),
+        ("layer_norm_eps", 1e-6, "layer_norm_eps=1e-06"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(field: str, value: Any, said: str) -> None:

@@ -99,7 +99,8 @@ def test_one_point_one_in_every_version_of_its_config(tmp_path: Path) -> None:
     assert not pair.ours.config.tie_head
     assert pair.ours.config.logit_scale == 1.0
     older = {name: value for name, value in pair.fields.items() if name != "scale_decoder_outputs"}
-    for fields in (older | {"tie_word_embeddings": False}, pair.fields | {"tie_word_embeddings": False}):
+    untied, null = {"tie_word_embeddings": False}, {"scale_decoder_outputs": None}
+    for fields in (older | untied, pair.fields | untied, pair.fields | null):
         same_tensors(ours_of(fields, pair.tensors).state_dict(), pair.ours.state_dict())
         assert ours_of(fields, pair.tensors).config == pair.ours.config
     written = T5.write(pair.ours.config)
@@ -163,6 +164,8 @@ FIELDS = {**T5Config(**SIZES).to_dict(), "architectures": ["T5ForConditionalGene
         ({"feed_forward_proj": "gelu"}, "feed_forward_proj='gelu'"),
         ({"feed_forward_proj": "gated-mish"}, "feed_forward_proj='gated-mish'"),
         ({"scale_decoder_outputs": True, "tie_word_embeddings": False}, "scale_decoder_outputs=True"),
+        ({"dense_act_fn": "silu"}, "dense_act_fn='silu'"),
+        ({"is_gated_act": True}, "is_gated_act=True"),
         ({"d_kv": None}, "d_kv"),
         ({"architectures": ["T5ForTokenClassification"]}, "T5ForTokenClassification"),
     ],

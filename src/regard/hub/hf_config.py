@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,11 +24,14 @@ from .weight_steps import Step
 
 OWN_TYPE = "regard"
 _OWN_SECTION = "regard"
+# Settings that force or forbid tokens in transformers.
+_TOKEN_RULES = ("forced_bos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
 _TOKEN_IDS = ("_token_id", "_token_ids", "bad_words_ids")
 _KINDS = ("architecture", "source")  # a difference in these is a different kind of model
 _MAX_LAYERS = 10_000  # families build lists of layers; a billion of them would not fit into memory
 # What a family's ``read`` can raise on arbitrary values; it does not check each field.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StopIteration)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class WrittenConfig:
 def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = None) -> ResolvedConfig:
     """Read a config.json. If it has a section written by regard, that is used, and the other fields must agree with it.
 
-    generation  the fields of a generation_config.json, which may name further end tokens
+    generation  the fields of a generation_config.json, which may name other start and end tokens
     """
     model_type, section = fields.get("model_type") or _type_of_class(fields), fields.get(_OWN_SECTION)
     if model_type is None:
@@ -92,7 +96,10 @@ def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = N
             f"config.json contradicts itself: its section {_OWN_SECTION!r} and the other fields give {fault}; "
             f"remove the section if the other fields are right"
         )
-    config = section_config or config
+    settings = {**fields, **(generation or {})}
+    if rules := [f"{name}={settings[name]}"[:100] for name in _TOKEN_RULES if settings.get(name) is not None]:
+        _log.warning("texts follow %s in transformers, here only prefix=… and logit_bias=…", ", ".join(rules))
+    config = section_config or config.with_(**_generation_ids(config, generation or {}))
     config = config.with_(more_eos_ids=_more_eos_ids(config, fields, generation or {}))
     return ResolvedConfig(model_type, config, family.steps(config))
 
@@ -105,6 +112,16 @@ def _type_of_class(fields: Mapping[str, Any]) -> str | None:
             matching = [prefix for prefix in prefixes if name.lower().startswith(prefix)]
             return prefixes[max(matching, key=len)] if matching else None
     return None
+
+
+def _generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> dict[str, int]:
+    """The start and end token of a generation_config.json: transformers generates with these, not config.json's."""
+    end, start = generation.get("eos_token_id"), generation.get("decoder_start_token_id")
+    if isinstance(end, list):
+        end = config.eos_id if config.eos_id in end else next(iter(end), None)
+    ids = {"eos_id": end} | ({"bos_id": start} if config.architecture == "encoder-decoder" else {})
+    n_tokens = config.output_vocab_size if config.has_decoder else 0
+    return {name: index for name, index in ids.items() if type(index) is int and 0 <= index < n_tokens}
 
 
 def _more_eos_ids(config: ModelConfig, *sources: Mapping[str, Any]) -> tuple[int, ...]:

@@ -83,6 +83,7 @@ _LINE = {
 _PHI3 = _member("Phi3", defaults="olmo2", always_windowed=True)
 _CAPPED = ("gemma2", "gemma3_text")
 _WITH_EXPERTS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
+_EVEN_HEADS = (*_CAPPED, "eurobert")  # transformers refuses them, and llama, if n_heads does not divide d_model
 _NAMED_HEAD_WIDTH = ("qwen3", "gpt_oss", "gemma", *_CAPPED)  # their default head_dim is not d_model / n_heads
 
 
@@ -97,28 +98,26 @@ def read_llama(theirs: hf.ForeignFields) -> ModelConfig:
     if kind in _CAPPED:
         scalar = theirs.get("query_pre_attn_scalar", 256)
         ours["attention_scale"] = None if scalar == ours["d_head"] else 1 / math.sqrt(scalar)
+        if kind == "gemma3_text":
+            theirs.only("attn_logit_softcapping", None)  # transformers has the field and does not compute it
         ours["score_cap"] = theirs.get("attn_logit_softcapping")
         ours["logit_cap"] = theirs.get("final_logit_softcapping")
     if kind == "smollm3":
-        n_layers, interval = ours["n_layers"], theirs.get("no_rope_layer_interval", 4)
-        flags = theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
-        rotated = tuple(layer for layer, flag in enumerate(flags) if flag)
-        ours["rope_layers"] = None if len(rotated) == n_layers else rotated
+        rotated = tuple(layer for layer, flag in enumerate(_rope_flags(theirs, ours["n_layers"])) if flag)
+        ours["rope_layers"] = None if len(rotated) == ours["n_layers"] else rotated
     if kind == "exaone4" and theirs.get("sliding_window") is not None:
         ours["rope_layers"] = () if ours["window"] is None else ours["window_layers"]
     if kind in _WITH_EXPERTS:
-        for name, only in (("router_jitter_noise", 0.0), ("decoder_sparse_step", 1), ("clip_qkv", None)):
-            theirs.only(name, only)
-        theirs.only("mlp_only_layers", [])
-        theirs.only("use_sliding_window", False)
+        fixed: dict[str, Any] = {"router_jitter_noise": 0.0, "decoder_sparse_step": 1, "clip_qkv": None}
+        for name, value in {**fixed, "mlp_only_layers": [], "use_sliding_window": False}.items():
+            theirs.only(name, value)
         ours["router_z_loss"] = 0.0  # theirs have none
-    is_oss = kind == "gpt_oss"
-    if is_oss:
+    if kind == "gpt_oss":
         theirs.only("hidden_act", "silu")  # in fact the gate given by swiglu_alpha and swiglu_limit
         theirs.only("swiglu_alpha", 1.702)
     bias = theirs.get("attention_bias", False)
     ours |= {"qkv_bias": kind == "qwen2" or bias, "out_bias": kind != "qwen2" and bias}
-    return ModelConfig(**ours, ff_bias=is_oss or theirs.get("mlp_bias", False))
+    return ModelConfig(**ours, ff_bias=kind == "gpt_oss" or theirs.get("mlp_bias", False))
 
 
 def _read_common(theirs: hf.ForeignFields, member: Member) -> dict[str, Any]:
@@ -154,9 +153,16 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
     window = theirs.get("sliding_window")
     if not (member.always_windowed or theirs.get("use_sliding_window", False)):
         window = None
+    if theirs.model_type in ("mixtral", "phi3"):
+        theirs.only("layer_types", None)  # transformers does not read it
     kinds = theirs.get("layer_types")
     if kinds is None and window is not None and theirs.model_type in _DEFAULT_PATTERN:
-        kinds = _kinds_of_pattern(theirs.get("sliding_window_pattern", _DEFAULT_PATTERN[theirs.model_type]), n_layers)
+        default = _DEFAULT_PATTERN[theirs.model_type]
+        if theirs.model_type not in ("gemma3_text", "exaone4"):
+            theirs.only("sliding_window_pattern", default)  # transformers always has the default
+        kinds = _kinds_of_pattern(theirs.get("sliding_window_pattern", default), n_layers)
+    if kinds is None and window is not None and theirs.model_type == "smollm3":
+        kinds = ["full_attention" if flag else "sliding_attention" for flag in _rope_flags(theirs, n_layers)]
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if kinds is not None and set(kinds) - known:
         unknown, options = sorted(set(kinds) - known)[0], " or ".join(sorted(known))
@@ -172,6 +178,12 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
     if not layers:
         return None, None
     return window, None if len(layers) == n_layers else layers
+
+
+def _rope_flags(theirs: hf.ForeignFields, n_layers: int) -> list[int]:
+    """Which layers of a SmolLM3 have rotary positions."""
+    interval = theirs.get("no_rope_layer_interval", 4)
+    return theirs.get("no_rope_layers", [(layer + 1) % interval for layer in range(n_layers)])
 
 
 def _kinds_of_pattern(pattern: Any, n_layers: int) -> list[str]:
@@ -270,7 +282,8 @@ def write_llama(config: ModelConfig) -> dict[str, Any]:
     if kind in _CAPPED:
         scale = config.attention_scale
         fields["query_pre_attn_scalar"] = config.head_width if scale is None else round(scale**-2)
-        fields |= {"attn_logit_softcapping": config.score_cap, "final_logit_softcapping": config.logit_cap}
+        fields |= {"final_logit_softcapping": config.logit_cap}
+        fields |= {"attn_logit_softcapping": config.score_cap} if kind == "gemma2" else {}
     if kind in _TWO_ROPES:
         local = {"rope_type": "default", "rope_theta": config.window_rope_base or config.rope_base}
         fields["rope_parameters"] = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
@@ -283,6 +296,8 @@ def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, A
         gates = {"quick_geglu": "silu"}
     if config.activation not in gates or config.head == "classify":
         raise ValueError(f"no model of the LLaMA line has activation={config.activation!r} with head={config.head!r}")
+    if kind in _EVEN_HEADS and config.d_model % config.n_heads:
+        raise ValueError(f"d_model={config.d_model} is not a multiple of n_heads={config.n_heads}, as {kind} needs it")
     fields: dict[str, Any] = {
         "model_type": kind,
         "architectures": [member.causal_class if config.head == "lm" else member.base_class],
@@ -294,8 +309,8 @@ def _write_common(config: ModelConfig, kind: str, member: Member) -> dict[str, A
     }
     if member.can_have_window:
         fields["sliding_window"] = config.window
-        # gpt_oss needs a number even if no layer has a window; exaone4 has positions everywhere without a number.
-        if config.window is None and (kind == "gpt_oss" or config.rope_layers == ()):
+        # These need a number even if no layer has a window; exaone4 has positions everywhere without a number.
+        if config.window is None and (kind in ("gpt_oss", *_CAPPED) or config.rope_layers == ()):
             fields["sliding_window"] = 128
     return fields
 
@@ -324,7 +339,7 @@ def _kind(config: ModelConfig) -> str:
         return "qwen3"
     if config.qkv_bias and not config.out_bias:
         return "qwen2"
-    if config.window is None:
+    if config.window is None and config.d_model % config.n_heads == 0:
         return "llama"
     return "mistral" if config.window_layers is None else "ministral"
 
@@ -406,9 +421,8 @@ def _outer_steps(config: ModelConfig, prefix: str) -> list[Step]:
 
 def read_phi3(theirs: hf.ForeignFields) -> ModelConfig:
     ours = _read_common(theirs, _PHI3) | read_rope(theirs, fraction=1.0)
-    dropout, embedding_dropout = theirs.get("resid_pdrop", 0.0), theirs.get("embd_pdrop", 0.0)
     ours |= {"qkv_bias": False, "out_bias": False, "ff_bias": False}
-    return ModelConfig(**ours, dropout=dropout, embedding_dropout=embedding_dropout)
+    return ModelConfig(**ours, dropout=theirs.get("resid_pdrop", 0.0), embedding_dropout=theirs.get("embd_pdrop", 0.0))
 
 
 def write_phi3(config: ModelConfig) -> dict[str, Any]:

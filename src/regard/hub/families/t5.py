@@ -26,12 +26,16 @@ _FEED_FORWARD = {"relu": "relu", "gated-gelu": "geglu_tanh", "gated-silu": "swig
 
 def read(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("is_decoder", False)
-    theirs.only("feed_forward_proj", *_FEED_FORWARD)
     multilingual = theirs.model_type == "mt5"
+    forward = theirs.get("feed_forward_proj", "gated-gelu" if multilingual else "relu")
+    theirs.only("feed_forward_proj", *_FEED_FORWARD)
+    # What follows from it is in many files, too, and transformers reads it there.
+    theirs.only("dense_act_fn", "gelu_new" if forward == "gated-gelu" else forward.removeprefix("gated-"))
+    theirs.only("is_gated_act", forward.startswith("gated-"))
     ours, tied = hf.read_fields(theirs, _FIELDS), theirs.get("tie_word_embeddings", True)
     # T5 scales its output by d_model^-0.5 and ties its head to the embeddings; 1.1 does neither. Older files tell them
     # apart by ``tie_word_embeddings``, which is always True in newer ones.
-    scaled = bool(theirs.get("scale_decoder_outputs", tied and not multilingual))
+    scaled = bool(theirs.fields.get("scale_decoder_outputs", tied and not multilingual))  # null is False
     if scaled and not tied:
         both = "scale_decoder_outputs=True with tie_word_embeddings=False"
         raise ValueError(f"config.json has {both}; both are True in T5 and False in T5 1.1")
@@ -47,7 +51,7 @@ def read(theirs: hf.ForeignFields) -> ModelConfig:
         attention_scale=1.0,
         qkv_bias=False,
         out_bias=False,
-        activation=_FEED_FORWARD[theirs.get("feed_forward_proj", "gated-gelu" if multilingual else "relu")],
+        activation=_FEED_FORWARD[forward],
         ff_bias=False,
         tie_head=scaled,
         logit_scale=ours["d_model"] ** -0.5 if scaled else 1.0,

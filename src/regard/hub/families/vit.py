@@ -189,6 +189,7 @@ _SWIN_QKV = tuple(f"attention.self.{x}" for x in hf.QUERY_KEY_VALUE)
 
 def _read_swin(theirs: hf.ForeignFields) -> ModelConfig:
     theirs.only("use_absolute_embeddings", False)
+    theirs.only("layer_norm_eps", 1e-5)  # transformers has it in some norms and 1e-5 in the others
     depths, heads = theirs.get("depths", [2, 2, 6, 2]), theirs.get("num_heads", [3, 6, 12, 24])
     width = theirs.get("embed_dim", 96) * 2 ** (len(depths) - 1)
     ours = hf.read_fields(theirs, _SWIN_FIELDS) | {"d_model": width, "n_heads": heads[-1]}
