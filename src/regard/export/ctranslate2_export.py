@@ -19,7 +19,7 @@ from ..foundation.plugins import import_optional
 from ..layers import Embeddings, FeedForward
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
-from ..models import Block, Model, Stack
+from ..models import Model, Stack
 
 FOLDER = "ctranslate2"  # the subfolder of an exported directory with the runtime's files
 _GATED = {"swiglu": "SWISH", "geglu": "GELU", "geglu_tanh": "GELUTanh", "reglu": "RELU"}
@@ -194,8 +194,7 @@ def _embed(spec: Any, table: Any, weight: Tensor, embeddings: Embeddings, config
 
 
 def _stack(spec: Any, stack: Stack) -> None:
-    for layer, block_spec in enumerate(spec.layer):
-        block = cast(Block, stack.blocks[layer % len(stack.blocks)])
+    for block, block_spec in zip(stack.layers, spec.layer, strict=True):
         attention = block_spec.self_attention
         _attention(attention, cast(MultiHeadAttention, block.attention), cast(nn.Module, block.attention_norm))
         if hasattr(attention, "relative_attention_bias"):
