@@ -137,8 +137,6 @@ class CaptionTask(ImageTask):
         return Batch((pixels, decoder_input), labels, n_tokens=n_tokens)
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
-        if not examples:
-            return {}, []
         outputs = []
         config = GenerateConfig(max_new_tokens=self._max_target_len, **decoding)
         for group in index_groups(len(examples), 128):

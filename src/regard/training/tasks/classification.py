@@ -131,8 +131,6 @@ class ClassificationTask(Task):
             raise ValueError(f"{model_name} has {model.n_classes} classes without names, but {named}")
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
-        if not examples:
-            return {}, []
         with inference(model):
             logits, _ = self._logits(model, examples, Precision("fp32", model.device))
         answers = self.target.measure(logits, _labels(examples))

@@ -114,8 +114,6 @@ class AnswerQuestions(Translate):
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """Exact match, ignoring case and punctuation, and the F1 of words."""
         questions = cast(Sequence[Question], examples)
-        if not questions:
-            return {}, []
         outputs, references = self._write(model, questions, **decoding), [x.answer for x in questions]
         exact, overlap = answer_exactness(outputs, references), answer_f1(outputs, references)
         each = zip(questions, outputs, overlap, strict=True)

@@ -258,13 +258,12 @@ class Task(ABC):
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """Metrics besides the loss, and the model's output for each example; empty if the task has only a loss."""
+        """Metrics besides the loss, and the model's output for each of one or more examples; empty if the task has only
+        a loss."""
         return {}, []
 
     def _answers_of_score(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """``answers`` of a task that generates no text: the metrics of ``score`` in fp32 without the loss."""
-        if not examples:
-            return {}, []
         with inference(model):
             scores = self.score(model, examples, Precision("fp32", model.device))
         return {"n": scores.n, **{name: x for name, x in scores.metrics.items() if name != "loss"}}, scores.rows
@@ -298,7 +297,8 @@ class Task(ABC):
         metrics: dict[str, float | str] = {"valid_loss": total / count}
         if self.reports_perplexity:
             metrics["perplexity"] = math.exp(min(total / count, 700))
-        return {**metrics, **self.answers(model, self._valid_sample(n_examples), **decoding)[0]}
+        sample = self._valid_sample(n_examples)
+        return {**metrics, **(self.answers(model, sample, **decoding)[0] if sample else {})}
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         """The loss and the answer of every example, for a report. ``precision`` applies to the loss only, not to

@@ -156,8 +156,6 @@ class Translate(Task):
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         pairs = cast(Sequence[Pair], examples)
-        if not pairs:
-            return {}, []
         outputs = self.translate(model, [x.source for x in pairs], **decoding)
         references = [x.target for x in pairs]
         each = zip(pairs, outputs, metrics.sentence_chrf(outputs, references), strict=True)
