@@ -20,6 +20,7 @@ from ..layers import Embeddings, FeedForward
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
 from ..models import Model, Stack
+from ..text import Processor
 
 FOLDER = "ctranslate2"  # the subfolder of an exported directory with the runtime's files
 _GATED = {"swiglu": "SWISH", "geglu": "GELU", "geglu_tanh": "GELUTanh", "reglu": "RELU"}
@@ -101,13 +102,13 @@ def vocabulary(tokenizer: Any, size: int) -> list[str]:
     return names
 
 
-def vocabularies(config: ModelConfig, processor: Any) -> tuple[list[str], list[str]]:
+def vocabularies(config: ModelConfig, processor: Processor | None) -> tuple[list[str], list[str]]:
     """The source and target vocabularies."""
-    source, target = (None, None) if processor is None else (processor.source, processor.target)
-    shared = vocabulary(source or target, config.vocab_size)
+    processor = processor or Processor()
+    shared = vocabulary(processor.tokenizer_of("source"), config.vocab_size)
     if config.target_vocab_size is None:
         return shared, shared
-    return shared, vocabulary(target or source, config.target_vocab_size)
+    return shared, vocabulary(processor.tokenizer_of("target"), config.target_vocab_size)
 
 
 def import_ctranslate2() -> Any:
