@@ -68,10 +68,6 @@ class CaptionTask(ImageTask):
         return Processor(target=self._new_tokenizer(texts), image=self._new_image_processor())
 
     @property
-    def _max_target_len(self) -> int:
-        return self.config.data.max_target_len or self.config.data.max_len
-
-    @property
     def _max_width(self) -> int:
         return max(self._max_target_len, self.config.model.max_target_len or self.config.model.max_len)
 

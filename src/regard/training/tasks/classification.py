@@ -194,7 +194,7 @@ class Classify(ClassificationTask):
         def pieces() -> Pieces:
             return whole_documents(self._encode(self._tracked_train("texts")))
 
-        return self._tokens("pairs" if self._has_pairs else "text", self.tokenizer, pieces, None)
+        return self._tokens("pairs" if self._has_pairs else "text", self.tokenizer, pieces)
 
     def _encode(self, examples: Iterable[Example]) -> Iterator[list[int]]:
         """Token ids of texts or of pairs of texts."""

@@ -395,7 +395,9 @@ class Task(ABC):
         """Whether tokenizers and tokens of the training texts are cached for all runs."""
         return isinstance(self.source.train, ExampleFile) and self.source.train.n_bytes > LARGE
 
-    def _tokens(self, name: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None) -> TokenFile:
+    def _tokens(
+        self, name: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None = None
+    ) -> TokenFile:
         """The tokens of the training texts as computed by ``make()``: in memory, in a folder of this run or, if there
         are many, in a cache shared by all runs. ``name`` tells apart tokens of the same data and tokenizer."""
         key = f"{self.source.split.train_sha256} {name}"
@@ -414,6 +416,11 @@ class Task(ABC):
     def _max_width(self) -> int:
         """The largest number of tokens in a row of a batch."""
         return max(self.config.data.max_len, self.config.model.max_len)
+
+    @property
+    def _max_target_len(self) -> int:
+        """The largest number of tokens of a target."""
+        return self.config.data.max_target_len or self.config.data.max_len
 
     def _limit_lengths(self, lengths: NDArray[np.int64], cut: bool) -> NDArray[np.int64]:
         """The lengths of training examples (n,) or (n, sides), at most ``data.max_len`` if longer ones are ``cut``;
