@@ -78,7 +78,7 @@ class Sweep:
     measures: tuple[str, ...] = ()  # functions ``package.module:name``: directory of a finished run → more metrics
     base_name: str = "base"
     about: str = ""
-    ending: str = ""  # the name of its report in ``extended_reports.EXTENDED_REPORTS``
+    ending: str = ""  # the name of its report in ``extended_reports.extend_report``
     stored: bool = field(default=False, compare=False)  # read from a directory, so nothing that it names is imported
 
     def __post_init__(self) -> None:
