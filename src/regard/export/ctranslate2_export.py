@@ -20,6 +20,7 @@ from ..layers import Embeddings, FeedForward
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
 from ..models import Model, Stack
+from ..models.build import check_has_numbers
 from ..text import Processor
 
 FOLDER = "ctranslate2"  # the subfolder of an exported directory with the runtime's files
@@ -78,8 +79,7 @@ def export_ctranslate2(model: Model, folder: Path) -> None:
     import_ctranslate2()
     if fields := obstacles(model.config):
         raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to export")
+    check_has_numbers(model, "export")
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("this model is quantised already; export the model it was made from")
     with torch.no_grad():

@@ -24,6 +24,7 @@ from ..foundation.jsonio import parse_json, to_json
 from ..layers.embeddings import TokenEmbedding
 from ..layers.quantised_linear import quantise_weight
 from ..models import Model
+from ..models.build import check_has_numbers
 from ..text import read_processor
 from .onnx_graphs import Graph, graphs_of, onnx_obstacle
 from .onnx_models import OnnxDecoder, OnnxEncoder, OnnxEncoderDecoder, OnnxRecurrent
@@ -54,8 +55,7 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False, int8: b
         raise TypeError(f"model is a {type(model).__name__}; only regard's own models can be exported to ONNX")
     if (obstacle := onnx_obstacle(model.config, maps)) is not None:
         raise ValueError(obstacle)
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to export")
+    check_has_numbers(model, "export")
     target = Path(folder) / FOLDER
     with replace_directory(target) as new:
         graphs = {}
