@@ -20,7 +20,7 @@ from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile, silence_warnings
 from ..foundation.files import replace_directory, write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 from ..layers.embeddings import TokenEmbedding
 from ..layers.quantised_linear import quantise_weight
 from ..models import Model
@@ -131,7 +131,7 @@ def _read_description(folder: Path) -> tuple[ModelConfig, bool]:
         raise BadModelFile(f"{folder} has no {DESCRIPTION}, so it holds no model exported to ONNX")
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise BadModelFile(f"{path} has {path.stat().st_size} bytes, too many for a description of graphs")
-    match parse_json(path.read_bytes(), path):
+    match read_json(path):
         case {"regard_onnx": 1, "config": dict(fields), "maps": bool(maps)}:
             try:
                 return ModelConfig(**fields), maps
@@ -208,4 +208,4 @@ def _round_table(graph: Any, name: str) -> None:
 def has_int8_weights(root: Path) -> bool:
     """Whether an exported directory's ONNX graphs were written with int8 weights."""
     path = root / FOLDER / DESCRIPTION
-    return path.is_file() and parse_json(path.read_bytes(), path).get("weights") == "int8"
+    return path.is_file() and read_json(path).get("weights") == "int8"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import hub
 from ..errors import BadModelFile
 from ..foundation.files import write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 from ..generation.generate import inference
 from ..hub.hf_family import label_fields
 from ..layers.quantised_linear import Int8Linear
@@ -118,7 +118,7 @@ def write_int8(model: Model, folder: Path) -> None:
 def is_quantised(path: str | Path) -> bool:
     """Whether a directory's config.json marks its weights as int8."""
     config = Path(path) / "config.json"
-    return config.is_file() and MARK in parse_json(config.read_bytes(), config)
+    return config.is_file() and MARK in read_json(config)
 
 
 class Int8Directory(NamedTuple):
