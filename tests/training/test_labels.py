@@ -174,6 +174,13 @@ def test_the_longer_text_of_a_pair_is_cut_first() -> None:
     assert cut == [*whole[:4], *whole[-4:]], "the second text is whole"
     assert cut_pair(other, tokenizer.eos_id, 8) == [*other[:4], *other[4:7], tokenizer.eos_id]
     assert len(cut_pair(whole, tokenizer.eos_id, 5)) == 5
+    assert cut_pair(whole, tokenizer.eos_id, 11) == whole
+
+
+@pytest.mark.parametrize("between", [1, 2])  # as in BERT and in RoBERTa
+def test_a_pair_without_a_second_text_keeps_its_separators(between: int) -> None:
+    separators = [3] * (between + 1)
+    assert cut_pair([2, 5, 6, 7, 8, 9, *separators], 3, 7) == [2, 5, 6, 7, 8, 9][: 7 - len(separators)] + separators
 
 
 def test_a_tokenizer_of_berts_joins_pairs_and_tells_them_apart_as_bert_does() -> None:

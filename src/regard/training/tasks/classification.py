@@ -209,7 +209,7 @@ class Classify(ClassificationTask):
         if separator is None:
             return truncate(rows, max_len)
         n_longer = sum(len(row) > max_len for row in rows)
-        return [row if len(row) <= max_len else cut_pair(row, separator, max_len) for row in rows], n_longer
+        return [cut_pair(row, separator, max_len) for row in rows], n_longer
 
     @cached_property
     def _has_pairs(self) -> bool:
