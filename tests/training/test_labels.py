@@ -265,6 +265,15 @@ def test_examples_from_memory(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- what is measured
 
 
+def test_the_correlation_of_equal_values_is_zero_also_in_a_resample() -> None:
+    draw = np.random.default_rng(0)
+    for n in range(2, 12):
+        pearson = classification_metrics.regression_statistics(draw.normal(size=n), draw.normal(size=n))[0]
+        assert pearson.score(n * pearson.rows).tolist() == [0.0] * n, "one example n times"
+        resamples = draw.multinomial(n, [1 / n] * n, size=200)
+        assert abs(pearson.score(resamples @ pearson.rows)).max() <= 1
+
+
 def test_pearson_and_spearman_are_those_of_the_books() -> None:
     draw = np.random.default_rng(1)
     x, y = draw.normal(size=50), draw.normal(size=50)
