@@ -150,6 +150,15 @@ def test_sections_may_be_python_values() -> None:
     assert (whole.model, whole.train) == (ModelConfig(architecture="decoder"), TrainConfig(steps=3))
 
 
+def test_paths_are_accepted_wherever_a_config_of_data_is_made() -> None:
+    paths = {"source": [Path("a.en"), "a.de"], "valid": Path("b.tsv")}
+    names = DataConfig(source="a.en,a.de", valid="b.tsv")
+    assert DataConfig(**paths) == DataConfig().with_(**paths) == names
+    assert run_config("translate", data=paths).data.source == names.source
+    with pytest.raises(ValueError, match=r"source=3: input should be a valid string"):
+        DataConfig(source=3)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [

@@ -23,6 +23,7 @@ from .hub.hf_directory import INDEX
 from .hub.hf_family import label_fields
 from .hub.manifest import check_replaceable
 from .models import Model, build
+from .models.build import check_has_numbers
 from .text import Processor, read_processor
 from .training.finetuning import start_from
 from .training.run_directory import find_run
@@ -195,8 +196,7 @@ def save(model: Model, path: str | Path, *, most_shard_bytes: int = _MOST_SHARD_
     The directory is written atomically: a crash leaves the previous one. Only a directory written by ``save`` is
     replaced. Without an equivalent, a warning and the model card name the fields that transformers does not support.
     """
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to save")
+    check_has_numbers(model, "save")
     target = Path(path)
     check_replaceable(target, "saving")
     written, origin = hub.write_config(model.config), model.provenance

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
 
 from .config import Config, DataConfig, ModelConfig, RunConfig, Task, TrainConfig
+from .config.base import join_paths
 from .config.config_file import check_content, load_config_file, load_package_data
 from .config.overrides import PRESET, SECTIONS, build_section, check_fields, format_value, parse_overrides
 from .config.train_config import TASK_MODELS
@@ -197,11 +198,7 @@ def _fields_of(section: Mapping[str, Any] | Config | None) -> dict[str, Any]:
 
 def _data_fields(data: str | Path | Sequence[str | Path] | Mapping[str, Any] | Config | None) -> dict[str, Any]:
     fields = _fields_of(data) if data is None or isinstance(data, Mapping | Config) else {"source": data}
-    for name in ("source", "valid"):  # paths and lists of paths become strings
-        value = fields.get(name)
-        if isinstance(value, Path) or (isinstance(value, Sequence) and not isinstance(value, str)):
-            fields[name] = str(value) if isinstance(value, Path) else ",".join(map(str, value))
-    return fields
+    return fields | {name: join_paths(fields[name]) for name in ("source", "valid") if name in fields}
 
 
 def _merge_layers(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from regard.config import ModelConfig, TrainConfig
 from regard.config.mixers import keys_per_query
 from regard.errors import UsageError
 from regard.experiments.cost_devices import last_token_flops
+from regard.experiments.cost_report import format_bytes, format_count, format_seconds
 from regard.experiments.flops_estimate import ALL_PAIRS, SEEN, kv_cache, parameter_groups
 from regard.experiments.memory_estimate import Setting, training_memory
 from regard.models.build import build
@@ -602,3 +603,11 @@ def test_bad_words_are_one_line(capsys: pytest.CaptureFixture[str], words: tuple
     assert code == 2
     assert complaint in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_numbers_that_round_up_take_the_next_unit() -> None:
+    assert [format_count(n) for n in (999.4e6, 999.94e6, 999.96e6, 1e9)] == ["999.4 M", "999.9 M", "1 G", "1 G"]
+    sizes = [1023, 1023.994 * 1024, 1023.996 * 1024, 2**20]
+    assert [format_bytes(n) for n in sizes] == ["1023 B", "1023.99 KiB", "1.00 MiB", "1.00 MiB"]
+    seconds = [0.9994, 0.9996, 1.0, 999.4, 12_345.0]
+    assert [format_seconds(x) for x in seconds] == ["999 ms", "1 s", "1 s", "999 s", "12,345 s"]

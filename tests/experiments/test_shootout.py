@@ -18,7 +18,6 @@ from regard.config import MIXERS, ModelConfig, Positions
 from regard.config.mixers import keys_per_query
 from regard.experiments import ablate, extended_reports
 from regard.experiments.ablations import SWEEPS, ablation, mechanisms
-from regard.experiments.extended_reports import EXTENDED_REPORTS
 from regard.experiments.sweep_cell import FACTORS, losses_by_length
 from regard.experiments.sweep_report import SweepReport
 from regard.experiments.sweep_spec import Sweep, fingerprint, read_grid, run_folder
@@ -208,4 +207,4 @@ def test_a_grid_that_happens_to_be_called_mechanisms_is_a_plain_one(
     results(tmp_path / "out", sweep, lambda name, x: {"valid_loss": 2 + x / 10})
     assert type(ablate(file, out=tmp_path / "out")) is SweepReport
     assert type(ablate(tmp_path / "out", report_only=True)) is SweepReport
-    assert {name for name, named in SWEEPS.items() if named.ending} == set(EXTENDED_REPORTS)
+    assert {name for name, named in SWEEPS.items() if named.ending} == {"mechanisms", "extrapolation"}

@@ -12,6 +12,7 @@ import regard
 from generation.spoken import language_model, translator
 from regard import cli
 from regard.data.sources import open_source
+from regard.errors import UsageError
 from regard.training.run_directory import RunDirectory
 
 TEXTS = ["고양이가 앉았다.", "", "the cat sat on  the mat.", "주의력만 " * 60, "a dog ran"]
@@ -71,6 +72,15 @@ def test_a_table_and_what_is_drawn(reverse: Path, tmp_path: Path, capsys: pytest
     speaker = language_model().save(tmp_path / "speaker")
     assert cli.main(["backtranslate", str(speaker), str(table), str(tmp_path / "x.tsv"), "--column", "ko"]) == 1
     assert f"it is for lm: regard generate {speaker}" in capsys.readouterr().err
+
+
+def test_the_texts_are_not_overwritten(reverse: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.tsv"
+    texts.write_text("text\n고양이가 앉았다.\n", encoding="utf-8")
+    before = texts.read_bytes()
+    with pytest.raises(UsageError, match=r"texts.tsv is the file to read, which would be lost"):
+        regard.back_translate(reverse, texts, texts, beam=1)
+    assert texts.read_bytes() == before
 
 
 def test_a_stopped_command_goes_on(

@@ -147,5 +147,11 @@ def test_distill_takes_other_sources(teachers: Any, tmp_path: Path, capsys: pyte
     assert cli.main(["distill", str(teacher), str(data)]) == 2
     assert "is the file to read, which would be lost" in capsys.readouterr().err
     assert Path(data).read_bytes() == before
+    valid = tmp_path / "mine.valid.tsv"  # the held-out pairs would be written there
+    valid.write_bytes(before)
+    words = [f"data.source={data}", f"data.valid={valid}"]
+    assert cli.main(["distill", str(teacher), str(tmp_path / "mine.tsv"), *words]) == 2
+    assert f"{valid} is the file to read, which would be lost" in capsys.readouterr().err
+    assert valid.read_bytes() == before
     assert cli.main(["distill", str(teachers["classify"][0]), str(tmp_path / "s.tsv")]) == 2
     assert "sequences are distilled from a translator" in capsys.readouterr().err

@@ -324,7 +324,7 @@ def test_another_file_is_not_split_as_the_one_learned_from(house: House, tmp_pat
     )
     assert [row.source for row in _ask(run, {"source": str(twice)}).rows] == ["red", "red", "mat"]
     columns = _changed(house("translate"), tmp_path / "columns", "run.json", lambda x: x["data"].update(columns=[1, 0]))
-    assert _ask(columns, {"source": str(house.file("test.tsv"))}).rows[0].source == "RED CAT"
+    assert _ask(columns, {"source": house.file("test.tsv")}).rows[0].source == "RED CAT"
 
 
 def test_classes_keep_their_numbers_in_a_file_that_has_only_some(house: House) -> None:

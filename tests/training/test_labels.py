@@ -174,6 +174,13 @@ def test_the_longer_text_of_a_pair_is_cut_first() -> None:
     assert cut == [*whole[:4], *whole[-4:]], "the second text is whole"
     assert cut_pair(other, tokenizer.eos_id, 8) == [*other[:4], *other[4:7], tokenizer.eos_id]
     assert len(cut_pair(whole, tokenizer.eos_id, 5)) == 5
+    assert cut_pair(whole, tokenizer.eos_id, 11) == whole
+
+
+@pytest.mark.parametrize("between", [1, 2])  # as in BERT and in RoBERTa
+def test_a_pair_without_a_second_text_keeps_its_separators(between: int) -> None:
+    separators = [3] * (between + 1)
+    assert cut_pair([2, 5, 6, 7, 8, 9, *separators], 3, 7) == [2, 5, 6, 7, 8, 9][: 7 - len(separators)] + separators
 
 
 def test_a_tokenizer_of_berts_joins_pairs_and_tells_them_apart_as_bert_does() -> None:
@@ -256,6 +263,15 @@ def test_examples_from_memory(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- what is measured
+
+
+def test_the_correlation_of_equal_values_is_zero_also_in_a_resample() -> None:
+    draw = np.random.default_rng(0)
+    for n in range(2, 12):
+        pearson = classification_metrics.regression_statistics(draw.normal(size=n), draw.normal(size=n))[0]
+        assert pearson.score(n * pearson.rows).tolist() == [0.0] * n, "one example n times"
+        resamples = draw.multinomial(n, [1 / n] * n, size=200)
+        assert abs(pearson.score(resamples @ pearson.rows)).max() <= 1
 
 
 def test_pearson_and_spearman_are_those_of_the_books() -> None:

@@ -134,8 +134,22 @@ def test_muon_says_what_does_not_fit() -> None:
         Muon([weight], -1)
 
 
+GPUS = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
 def test_doubles_stay_doubles() -> None:
     assert product_dtype(torch.device("cpu"), torch.float64) == torch.float64
+
+
+def test_products_take_the_type_that_their_own_gpu_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two GPUs in one machine, only the first, which is the current one, has bf16."""
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device=None: (9, 0) if device != GPUS[1] else (7, 5)
+    )
+    product_dtype.cache_clear()
+    found = [product_dtype(gpu, torch.float32) for gpu in GPUS]
+    product_dtype.cache_clear()
+    assert found == [torch.bfloat16, torch.float32]
 
 
 # --------------------------------------------------------------------------------------- roles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -48,6 +49,14 @@ class Config(BaseModel):
     def check_shares(self, fields: Iterable[str]) -> None:
         """Reject values of these fields outside [0, 1); None passes."""
         check_probability(**{name: getattr(self, name) for name in fields})
+
+
+def join_paths(value: Any) -> Any:
+    """A path, or several paths or names → one string with commas; any other value is returned unchanged."""
+    if isinstance(value, Path):
+        return str(value)
+    several = isinstance(value, list | tuple) and all(isinstance(part, str | Path) for part in value)
+    return ",".join(map(str, value)) if several else value
 
 
 def split_commas(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import field_validator, model_validator
 
-from .base import Config, split_commas
+from .base import Config, join_paths, split_commas
 
 Kind = Literal[
     "pairs", "text", "labelled", "tagged", "captions", "images", "chats", "preferences", "triplets", "questions"
@@ -108,6 +108,7 @@ class DataConfig(Config):
     flip: bool = False
     """Every second training image is mirrored."""
 
+    _join = field_validator("source", "valid", mode="before")(join_paths)
     _split = field_validator("columns", "labels", mode="before")(split_commas)
 
     @field_validator("columns")

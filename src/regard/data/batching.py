@@ -115,10 +115,12 @@ def pair_segments(tokens: Tensor, separator: int) -> Tensor:
 
 
 def cut_pair(row: list[int], separator: int, max_len: int) -> list[int]:
-    """Cut a pair of texts, each followed by a separator, to ``max_len`` tokens, the longer text first."""
-    start = row.index(separator)
-    end = next((position for position in range(start, len(row)) if row[position] != separator), len(row))
-    first, between, second = row[:start], row[start:end], row[end:-1]
+    """Cut a pair of texts, each followed by a separator, to at most ``max_len`` tokens, the longer text first."""
+    if len(row) <= max_len:
+        return row
+    start, last = row.index(separator), len(row) - 1
+    end = next((position for position in range(start, last) if row[position] != separator), last)
+    first, between, second = row[:start], row[start:end], row[end:last]
     room = max_len - len(between) - 1
     n_second = min(len(second), max(room // 2, room - len(first)))
     return [*first[: room - n_second], *between, *second[:n_second], separator]

@@ -96,9 +96,7 @@ def open_source(
     if isinstance(source, DataConfig):
         config = source.with_(**options)
     elif source is None or isinstance(source, str | Path | Sequence):
-        name = {} if source is None else {"source": _join_paths(source)}
-        valid = {"valid": _join_paths(options["valid"])} if options.get("valid") is not None else {}
-        config = DataConfig(**{**options, **name, **valid})
+        config = DataConfig(**(options if source is None else {**options, "source": source}))
     else:
         return _load_corpus(source, DataConfig(source=source.name, **options))
     if config.source in CORPORA:
@@ -164,10 +162,6 @@ def _from_cache(key: str, config: DataConfig, files: SourceFiles) -> Source | No
     split = Split(**about["split"])
     n_duplicates = about["n_duplicates"]
     return Source(config.source, files.kind, train, valid, split, labels, report, n_duplicates, schema=files.schema)
-
-
-def _join_paths(source: str | Path | Sequence[str | Path]) -> str:
-    return str(source) if isinstance(source, str | Path) else ",".join(str(part) for part in source)
 
 
 # Options that apply to files only, not to an embedded corpus.

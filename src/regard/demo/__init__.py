@@ -20,7 +20,7 @@ from ..config import RunConfig
 from ..data.corpora.enko import REGISTERS, AlignedPair, EnKo, lookup_accuracy, realise
 from ..errors import RegardError, UsageError, silence_warnings
 from ..foundation.files import file_lock, write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 from ..recipes import run_config
 from .demo_screen import DemoScreen
 
@@ -106,7 +106,7 @@ def export_onnx(model: Model, path: Path) -> dict[str, Any]:
     from ..export import export
 
     export(model, "onnx", path, n_shapes=N_SHAPES, compiled=False)
-    certificate = parse_json((path / "certificate.json").read_bytes(), path / "certificate.json")
+    certificate = read_json(path / "certificate.json")
     row = next(row for row in certificate["comparisons"] if row["name"].startswith("onnx"))
     return {name: row[name] for name in ("max_abs", "same_text")} | {"n": N_SHAPES, "passes": certificate["passes"]}
 
@@ -169,7 +169,7 @@ class Demo:
         self.screen.stage("train", kept=done, n=self.config.data.epoch_examples)
         started = time.perf_counter()
         if done:
-            result = parse_json(record.read_bytes(), record)
+            result = read_json(record)
         else:
             from ..training import resume, train
 
@@ -195,7 +195,7 @@ class Demo:
         """Read the stage's record if it belongs to this model and its files exist, else compute and write it."""
         record, result = self.root / f"{name}.json", None
         if record.is_file() and all(file.is_file() for file in files):
-            stored = parse_json(record.read_bytes(), record)
+            stored = read_json(record)
             result = stored if stored.get("model") == self._model_hash else None
         kept = result is not None
         self.screen.stage(name, kept=kept, **about)
@@ -238,7 +238,7 @@ class Demo:
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"--out {self.root} is a file; a demo needs a directory")
         if marker.is_file():
-            before = parse_json(marker.read_bytes(), marker).get("words")
+            before = read_json(marker).get("words")
             if before == list(self.overrides):
                 return
             overrides = " ".join(before or ()) or "no overrides"

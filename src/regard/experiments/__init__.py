@@ -48,7 +48,7 @@ def ablate(
     on           where it runs: local, ray (the cluster this machine belongs to) or ray://HOST:PORT
     progress     called with each line of progress
     """
-    from .extended_reports import EXTENDED_REPORTS
+    from .extended_reports import extend_report
     from .sweep_report import write_report
     from .sweep_runner import run_sweep
     from .sweep_spec import Sweep
@@ -69,8 +69,7 @@ def ablate(
         report = run_sweep(
             sweep, folder, jobs=jobs, minutes=minutes, max_seconds=max_seconds, keep=keep, progress=progress, on=on
         )
-    extend = EXTENDED_REPORTS.get(sweep.ending)
-    return report if extend is None else extend(report, progress, not report_only)
+    return extend_report(report, progress or (lambda line: None), measure=not report_only)
 
 
 def _resolve_sweep(what: str | Path | Sweep, words: Sequence[str], seeds: int | None) -> tuple[Sweep, Path | None]:

@@ -99,7 +99,7 @@ class NamedSweep:
     axes: Sequence[dict[str, Any]]  # an axis, optionally its group, and fields that replace the axis's own
     metrics: Sequence[str]
     measures: Sequence[str] = ()
-    ending: str = ""  # the name of its report in ``extended_reports.EXTENDED_REPORTS``
+    ending: str = ""  # the name of its report in ``extended_reports.extend_report``
 
     def sweep(self, name: str, words: Sequence[str] = (), seeds: int = 3) -> Sweep:
         base = Sweep(name, self.recipe, tuple(self.words), seeds=tuple(range(seeds)), metrics=tuple(self.metrics))

@@ -21,7 +21,6 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from itertools import count
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -172,7 +171,7 @@ def _run_clients(
     target: LoadTarget, load: Load, prompts: Sequence[str], n: int, requests: int, first: int
 ) -> tuple[float, float, list[Timing]]:
     """Send ``requests`` requests from number ``first`` on with n clients; returns when they began and ended."""
-    numbers = count()
+    numbers = itertools.count()
 
     def run_client(_: int) -> list[Timing]:
         connection, timings = target.connect(), list[Timing]()

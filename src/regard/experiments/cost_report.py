@@ -147,7 +147,7 @@ class Cost:
 def format_bytes(n: float) -> str:
     """1536 → 1.50 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(n) < 1024:
+        if abs(n) < 1023.995:  # 1024.00 with two decimals
             return f"{n:.0f} B" if unit == "B" else f"{n:.2f} {unit}"
         n /= 1024
     return f"{n:.2f} TiB"
@@ -156,14 +156,16 @@ def format_bytes(n: float) -> str:
 def format_count(n: float) -> str:
     """124439808 → 124.4 M."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(n) >= size:
+        if abs(n) >= 0.99995 * size:  # 1000 with four digits
             return f"{n / size:.4g} {unit}"
     return f"{n:.4g}"
 
 
 def format_seconds(seconds: float) -> str:
+    if seconds >= 999.5:
+        return f"{seconds:,.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
+        if seconds >= 0.9995 * size:  # 1000 with three digits, which ``g`` writes as 1e+03
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
 

@@ -134,19 +134,10 @@ class MechanismReport(SweepReport):
         how = f"step, memory: forward and backward of one batch on {where}, measured alone; tradeoff.png shows them"
         return [*super().conclusions(), *([how] if self.costs else [])]
 
+    def draw(self) -> None:
+        from .sweep_figures import draw_tradeoff
 
-def mechanism_report(
-    report: SweepReport, progress: Callable[[str], None] | None = None, measure: bool = True
-) -> MechanismReport:
-    """Write and return the report of the mechanisms; ``measure``: whether missing step costs are measured."""
-    from .sweep_figures import draw_tradeoff
-
-    costs = _step_costs(report, progress or (lambda line: None), measure)
-    extended = MechanismReport(report.sweep, report.out, report.columns, report.rows, costs)
-    write_atomic(extended.out / "table.md", extended.markdown().encode())
-    if any(row.n_done for row in extended.rows):
-        draw_tradeoff(extended, extended.out / "tradeoff.png")
-    return extended
+        draw_tradeoff(self, self.out / "tradeoff.png")
 
 
 @dataclass(frozen=True)
@@ -179,22 +170,27 @@ class ExtrapolationReport(SweepReport):
         more = [f"{row.cell.name}: cannot go beyond its training length: {why}" for row, why in refusals]
         return [*super().conclusions(), *more, "every column predicts the same held-out text; lengths.png shows it"]
 
+    def draw(self) -> None:
+        from .sweep_figures import draw_lengths
 
-def extrapolation_report(
-    report: SweepReport, progress: Callable[[str], None] | None = None, measure: bool = False
-) -> ExtrapolationReport:
-    """Write and return the report of an extrapolation. It measures nothing: the runs' results have all losses."""
-    from .sweep_figures import draw_lengths
+        draw_lengths(self, self.out / "lengths.png")
 
-    extended = ExtrapolationReport(report.sweep, report.out, report.columns, report.rows)
+
+def extend_report(report: SweepReport, progress: Callable[[str], None], measure: bool) -> SweepReport:
+    """Write and return the report that the sweep asks for by its ``ending``; without one, ``report`` itself.
+
+    ``measure``: whether step costs that are missing are measured.
+    """
+    parts = (report.sweep, report.out, report.columns, report.rows)
+    extended: MechanismReport | ExtrapolationReport
+    match report.sweep.ending:
+        case "mechanisms":
+            extended = MechanismReport(*parts, _step_costs(report, progress, measure))
+        case "extrapolation":
+            extended = ExtrapolationReport(*parts)
+        case _:
+            return report
     write_atomic(extended.out / "table.md", extended.markdown().encode())
     if any(row.n_done for row in extended.rows):
-        draw_lengths(extended, extended.out / "lengths.png")
+        extended.draw()
     return extended
-
-
-# Functions that extend the table with more results. The last argument: whether they may measure anything.
-EXTENDED_REPORTS: dict[str, Callable[[SweepReport, Callable[[str], None] | None, bool], SweepReport]] = {
-    "mechanisms": mechanism_report,
-    "extrapolation": extrapolation_report,
-}

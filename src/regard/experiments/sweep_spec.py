@@ -34,7 +34,7 @@ from ..config.overrides import flat_fields, format_value, parse_overrides
 from ..errors import BadModelFile, RegardError, UsageError
 from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 from ..models.build import model_class
 from ..recipes import recipe as recipe_of
 from ..recipes import run_config
@@ -78,7 +78,7 @@ class Sweep:
     measures: tuple[str, ...] = ()  # functions ``package.module:name``: directory of a finished run → more metrics
     base_name: str = "base"
     about: str = ""
-    ending: str = ""  # the name of its report in ``extended_reports.EXTENDED_REPORTS``
+    ending: str = ""  # the name of its report in ``extended_reports.extend_report``
     stored: bool = field(default=False, compare=False)  # read from a directory, so nothing that it names is imported
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Sweep:
         path = Path(out) / SWEEP_FILE
         if not path.is_file():
             raise RegardError(f"{out} is not a sweep: it has no {SWEEP_FILE}")
-        fields = parse_json(path.read_bytes(), path)
+        fields = read_json(path)
         try:
             sweep = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
@@ -276,9 +276,9 @@ def read_result(out: Path, cell: str, seed: int) -> dict[str, Any] | None:
     """The outcome of a run; None if it has none or its file cannot be read."""
     path = run_folder(out, cell, seed) / RESULT_FILE
     try:
-        result = parse_json(path.read_bytes(), path)
+        result = read_json(path)
         _Result.model_validate_json(json.dumps(result), strict=True)
-    except (OSError, BadModelFile, ValidationError):
+    except (BadModelFile, ValidationError):
         return None
     return result
 

@@ -19,7 +19,9 @@ from ..foundation.plugins import import_optional
 from ..layers import Embeddings, FeedForward
 from ..layers.quantised_linear import Int8Linear
 from ..layers.rope import rotated_width
-from ..models import Block, Model, Stack
+from ..models import Model, Stack
+from ..models.build import check_has_numbers
+from ..text import Processor
 
 FOLDER = "ctranslate2"  # the subfolder of an exported directory with the runtime's files
 _GATED = {"swiglu": "SWISH", "geglu": "GELU", "geglu_tanh": "GELUTanh", "reglu": "RELU"}
@@ -77,8 +79,7 @@ def export_ctranslate2(model: Model, folder: Path) -> None:
     import_ctranslate2()
     if fields := obstacles(model.config):
         raise ValueError(f"CTranslate2 cannot run a model with {', '.join(fields)}")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to export")
+    check_has_numbers(model, "export")
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("this model is quantised already; export the model it was made from")
     with torch.no_grad():
@@ -101,13 +102,13 @@ def vocabulary(tokenizer: Any, size: int) -> list[str]:
     return names
 
 
-def vocabularies(config: ModelConfig, processor: Any) -> tuple[list[str], list[str]]:
+def vocabularies(config: ModelConfig, processor: Processor | None) -> tuple[list[str], list[str]]:
     """The source and target vocabularies."""
-    source, target = (None, None) if processor is None else (processor.source, processor.target)
-    shared = vocabulary(source or target, config.vocab_size)
+    processor = processor or Processor()
+    shared = vocabulary(processor.tokenizer_of("source"), config.vocab_size)
     if config.target_vocab_size is None:
         return shared, shared
-    return shared, vocabulary(target or source, config.target_vocab_size)
+    return shared, vocabulary(processor.tokenizer_of("target"), config.target_vocab_size)
 
 
 def import_ctranslate2() -> Any:
@@ -194,8 +195,7 @@ def _embed(spec: Any, table: Any, weight: Tensor, embeddings: Embeddings, config
 
 
 def _stack(spec: Any, stack: Stack) -> None:
-    for layer, block_spec in enumerate(spec.layer):
-        block = cast(Block, stack.blocks[layer % len(stack.blocks)])
+    for block, block_spec in zip(stack.layers, spec.layer, strict=True):
         attention = block_spec.self_attention
         _attention(attention, cast(MultiHeadAttention, block.attention), cast(nn.Module, block.attention_norm))
         if hasattr(attention, "relative_attention_bias"):

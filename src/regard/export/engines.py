@@ -167,10 +167,8 @@ class Engine(ABC):
 
     def tokenizer(self, side: Side) -> Any:
         """The tokenizer of the source or target; the other one if the model has only one."""
-        processor = self.processor
-        tokenizers = [] if processor is None else [processor.source, processor.target]
-        ordered = tokenizers if side == "source" else reversed(tokenizers)
-        if (tokenizer := next((x for x in ordered if x), None)) is None:
+        tokenizer = None if self.processor is None else self.processor.tokenizer_of(side)
+        if tokenizer is None:
             raise ValueError("this model has no tokenizer, so it reads token ids: use write")
         return tokenizer
 

@@ -26,6 +26,7 @@ from ..hub.gguf_file import FloatType, check_gguf, import_gguf, write_gguf
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import check_replaceable
 from ..models import Model
+from ..models.build import check_has_numbers
 from ..text import Processor
 from ..text.gguf_vocabulary import gguf_vocabulary
 from .certificate import NAME as CERTIFICATE
@@ -115,8 +116,7 @@ def _check(model: Model, kinds: Sequence[Kind], target: Path, check: str | Path 
         raise UsageError(f"check: there is no file {check}")
     if check is not None and kinds[0] in _PAGES:
         raise UsageError(f"{kinds[0]} takes no file to check: a page is compared on the held-out data of the run")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to export")
+    check_has_numbers(model, "export")
     if "ctranslate2" in kinds:
         import_ctranslate2()
     if _gguf_type(kinds) is not None:

@@ -20,10 +20,11 @@ from .. import hub
 from ..config import ModelConfig
 from ..errors import BadModelFile, silence_warnings
 from ..foundation.files import replace_directory, write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 from ..layers.embeddings import TokenEmbedding
 from ..layers.quantised_linear import quantise_weight
 from ..models import Model
+from ..models.build import check_has_numbers
 from ..text import read_processor
 from .onnx_graphs import Graph, graphs_of, onnx_obstacle
 from .onnx_models import OnnxDecoder, OnnxEncoder, OnnxEncoderDecoder, OnnxRecurrent
@@ -54,8 +55,7 @@ def export_onnx(model: Model, folder: str | Path, *, maps: bool = False, int8: b
         raise TypeError(f"model is a {type(model).__name__}; only regard's own models can be exported to ONNX")
     if (obstacle := onnx_obstacle(model.config, maps)) is not None:
         raise ValueError(obstacle)
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to export")
+    check_has_numbers(model, "export")
     target = Path(folder) / FOLDER
     with replace_directory(target) as new:
         graphs = {}
@@ -131,7 +131,7 @@ def _read_description(folder: Path) -> tuple[ModelConfig, bool]:
         raise BadModelFile(f"{folder} has no {DESCRIPTION}, so it holds no model exported to ONNX")
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise BadModelFile(f"{path} has {path.stat().st_size} bytes, too many for a description of graphs")
-    match parse_json(path.read_bytes(), path):
+    match read_json(path):
         case {"regard_onnx": 1, "config": dict(fields), "maps": bool(maps)}:
             try:
                 return ModelConfig(**fields), maps
@@ -208,4 +208,4 @@ def _round_table(graph: Any, name: str) -> None:
 def has_int8_weights(root: Path) -> bool:
     """Whether an exported directory's ONNX graphs were written with int8 weights."""
     path = root / FOLDER / DESCRIPTION
-    return path.is_file() and parse_json(path.read_bytes(), path).get("weights") == "int8"
+    return path.is_file() and read_json(path).get("weights") == "int8"

@@ -100,9 +100,7 @@ def stack_maps(
     """
     source_mask = mask_from_padding(source_padding_mask)
     maps = {}
-    for layer in range(stack.n_layers):
-        block = stack.blocks[layer % len(stack.blocks)]
-        assert isinstance(block, Block)
+    for layer, block in enumerate(stack.layers):
         site = f"{name}.blocks.{layer}"
         if f"q_{layer}" in outputs and isinstance(block.attention, MultiHeadAttention):
             q = outputs[f"q_{layer}"]

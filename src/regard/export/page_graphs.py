@@ -38,7 +38,6 @@ from ..lens.interventions import SiteEdit, without_causal
 from ..lens.labels import token_text
 from ..models import Model, Stack
 from ..models.base_model import mask_from_padding
-from ..models.block import Block
 from .onnx_graphs import (
     Axes,
     DecoderGraph,
@@ -238,9 +237,9 @@ def describe_attention(model: Model) -> dict[str, list[dict[str, Any]]]:
     described: dict[str, list[dict[str, Any]]] = {}
     for kind, sites in attention_sites(model).items():
         stack: Stack = model.encoder if kind == "encoder" else model.decoder
-        for layer, site in enumerate(sites):
-            module, block = site.owner, stack.blocks[layer % len(stack.blocks)]
-            if not isinstance(module, MultiHeadAttention) or not isinstance(block, Block):
+        for layer, (site, block) in enumerate(zip(sites, stack.layers, strict=True)):
+            module = site.owner
+            if not isinstance(module, MultiHeadAttention):
                 raise RegardError(f"a page computes attention from q and k, and mixer={model.config.mixer!r} has none")
             mask = None if kind == "cross" else block.mask
             bias = None if kind == "cross" else module.position_bias or stack.position_bias

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from .. import hub
 from ..errors import BadModelFile
 from ..foundation.files import write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 from ..generation.generate import inference
 from ..hub.hf_family import label_fields
 from ..layers.quantised_linear import Int8Linear
 from ..layers.quantised_linear import quantise as round_in_place
 from ..models import Model, build
+from ..models.build import check_has_numbers
 from ..models.components import TokenHead
 from ..text import read_processor
 
@@ -37,8 +38,7 @@ def quantise(model: Model) -> Model:
     """An int8 copy of the model, for inference."""
     if any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ValueError("this model is quantised already")
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError("the model is on the meta device: it has no numbers to quantise")
+    check_has_numbers(model, "quantise")
     return cast(Model, round_in_place(copy.deepcopy(model), _measure_inputs(model)))
 
 
@@ -118,7 +118,7 @@ def write_int8(model: Model, folder: Path) -> None:
 def is_quantised(path: str | Path) -> bool:
     """Whether a directory's config.json marks its weights as int8."""
     config = Path(path) / "config.json"
-    return config.is_file() and MARK in parse_json(config.read_bytes(), config)
+    return config.is_file() and MARK in read_json(config)
 
 
 class Int8Directory(NamedTuple):

@@ -164,13 +164,11 @@ def certify_page(
 
 def _same_probes(model: Model, answers: list[dict[str, Any]]) -> list[bool]:
     """For each probe, a text with rare characters, and each tokenizer: whether the page gives the same ids."""
-    processor = model.processor
-    sides = {} if processor is None else {"source": processor.source, "target": processor.target}
-    tokenizers = {name: tokenizer for name, tokenizer in sides.items() if tokenizer is not None}
+    tokenizers = {} if model.processor is None else model.processor.tokenizers
     return [
-        answer[name] == tokenizer.encode(text)
+        answer[side] == tokenizer.encode(text)
         for text, answer in zip(PROBES, answers, strict=True)
-        for name, tokenizer in tokenizers.items()
+        for side, tokenizer in tokenizers.items()
     ]
 
 

@@ -26,6 +26,7 @@ from ..foundation.jsonio import to_json
 from ..generation.prompts import max_text_length
 from ..generation.text_generation import class_names
 from ..models import Model
+from ..text import Processor
 from ..text.tokenizer import MarianTokenizer
 from .onnx_export import round_weights
 from .onnx_trace import write_graph
@@ -91,15 +92,14 @@ def export_web(model: Model, folder: Path, *, int8: bool = False, runtime: str |
 
 def _check_inputs(model: Model) -> None:
     """Raise RegardError if a page cannot read the model's inputs."""
-    processor = model.processor
-    if model.config.source == "image" and (processor is None or processor.image is None):
+    processor = model.processor or Processor()
+    if model.config.source == "image" and processor.image is None:
         raise RegardError("a page reads images, and this model has no image processor")
     if model.config.source == "regions":
         raise RegardError("a page reads texts and images; this model reads regions found by another model")
-    sides = [] if processor is None else [processor.source, processor.target]
-    if model.config.source == "text" and not any(sides):
+    if model.config.source == "text" and not processor.tokenizers:
         raise RegardError("a page reads texts, and this model has no tokenizer")
-    if any(isinstance(side, MarianTokenizer) for side in sides):
+    if any(isinstance(tokenizer, MarianTokenizer) for tokenizer in processor.tokenizers.values()):
         raise RegardError("a page needs a tokenizer.json; Marian's pair of SentencePiece models has none")
 
 
@@ -120,13 +120,10 @@ def _describe(model: Model) -> dict[str, Any]:
 
     path = "model" if model.provenance is None else str(model.provenance.path)
     (served,) = name_models([(path, model)])
-    processor = model.processor
-    source, target = (None, None) if processor is None else (processor.source, processor.target)
-    vocabulary = {
-        side: describe_vocabulary(tokenizer, model.config)
-        for side, tokenizer in (("source", source), ("target", target))
-    }
-    image = None if processor is None or processor.image is None else processor.image
+    processor = model.processor or Processor()
+    sides = {"source": processor.source, "target": processor.target}
+    vocabulary = {side: describe_vocabulary(tokenizer, model.config) for side, tokenizer in sides.items()}
+    image = processor.image
     return {
         "model": served.to_dict(),
         "spells_examples": served._spells_examples,
@@ -141,11 +138,8 @@ _IMAGE_FIELDS = ("size", "mean", "std", "rescale", "resample", "crop")
 
 def _write_tokenizers(model: Model, folder: Path, packed: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Write the tokenizer.json of each side; returns the facts about it that page.json lists."""
-    processor, out = model.processor, {}
-    sides = {} if processor is None else {"source": processor.source, "target": processor.target}
-    for side, tokenizer in sides.items():
-        if tokenizer is None:
-            continue
+    processor, out = model.processor or Processor(), {}
+    for side, tokenizer in processor.tokenizers.items():
         file = f"model/tokenizer.{side}.json.gz"
         packed[file] = _write_packed(folder / file, tokenizer.content)
         out[side] = {

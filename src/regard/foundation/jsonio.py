@@ -34,6 +34,14 @@ def wrong_values_as_bad_file(name: str | Path) -> Iterator[None]:
         raise BadModelFile(f"{name} holds an invalid value: {str(error) or type(error).__name__}") from error
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, as ``parse_json`` reads it; BadModelFile if the file cannot be read."""
+    try:
+        return parse_json(path.read_bytes(), path)
+    except OSError as error:
+        raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
+
+
 def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
     """Parse the content of the file ``name`` as a JSON object.
 

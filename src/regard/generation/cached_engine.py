@@ -67,12 +67,7 @@ class DecodingEngine:
         if self.static:
             self._cache = self.model.new_cache(len(rows), self._cache_length(prompts), self._cache_dtype)
             tokens, positions = tokens[rows], None if positions is None else positions[rows]
-            if self._padding_mask is not None:
-                self._padding_mask = self._padding_mask.index_select(0, rows)
-            if isinstance(self._memory, RecurrentMemory):
-                self._memory = self._memory.rows(rows)
-            elif self._memory is not None:
-                self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
+            self._select_memory(rows)
         logits = self._logits(self._states(tokens, positions))
         if not self.static and copies > 1:  # computed once, then copied
             self.select(rows)
@@ -109,6 +104,15 @@ class DecodingEngine:
         if self._memory is not None and self._padding_mask is not None:
             self._padding_mask = self._padding_mask.index_select(0, rows)
             self._memory = Memory(self._memory.states, mask_from_padding(self._padding_mask))
+
+    def _select_memory(self, rows: Tensor) -> None:
+        """Row r reads the source of row rows[r], while no keys of sources are in the cache."""
+        if self._padding_mask is not None:
+            self._padding_mask = self._padding_mask.index_select(0, rows)
+        if isinstance(self._memory, RecurrentMemory):
+            self._memory = self._memory.rows(rows)
+        elif self._memory is not None:
+            self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
 
     def _cache_length(self, prompts: Prompts) -> int:
         """Length of a preallocated cache: the longest prompt plus the largest limit, possibly of different rows."""
@@ -167,10 +171,7 @@ class RecomputingEngine(DecodingEngine):
 
     def select(self, rows: Tensor) -> None:
         self._texts = [self._texts[row] for row in rows.tolist()]
-        if self._memory is not None:
-            if self._padding_mask is not None:
-                self._padding_mask = self._padding_mask.index_select(0, rows)
-            self._memory = Memory(self._memory.states.index_select(0, rows), mask_from_padding(self._padding_mask))
+        self._select_memory(rows)
 
     def _last_states(self, n: int) -> Tensor:
         """The states (R, n, M) of the last n tokens."""

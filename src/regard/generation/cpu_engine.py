@@ -354,6 +354,12 @@ class RowBlock:
         return self.ff_out(self.ff.activate(self.ff_in(x)))
 
 
+def row_layers(stack: Stack, packed: PackedWeights | None) -> list[RowBlock]:
+    """The layers of a stack as functions of rows; layers that share their weights are one function."""
+    by_block = {block: RowBlock(block, packed) for block in stack.layers}
+    return [by_block[block] for block in stack.layers]
+
+
 class RowDecoder:
     """A model's decoder as a function of rows, one token each; the caller owns the key cache."""
 
@@ -361,8 +367,7 @@ class RowDecoder:
         self.table: TokenEmbedding = model.token if model.is_decoder_only else model.target_table
         self.embeddings = model.embeddings if model.is_decoder_only else model.target_embeddings
         packed, stack = packed_weights(model), model.decoder
-        blocks = [RowBlock(block, packed) for block in stack.blocks]
-        self.layers = [blocks[number % len(blocks)] for number in range(stack.n_layers)]
+        self.layers = row_layers(stack, packed)
         self.norm = None if stack.norm is None else row_norm(stack.norm)
         self.output = _output_map(model.head, model.output_table, packed)
         projection = self.embeddings.projection

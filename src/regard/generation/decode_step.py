@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -233,7 +233,7 @@ class DecodeStep:
             form = "few" if len(state.tokens) <= MAX_FEW else "many"
             form = form if can_fuse(model) else "plain"
         self.form: Form = form
-        self.blocks = [cast(Block, stack.blocks[number % len(stack.blocks)]) for number in range(stack.n_layers)]
+        self.blocks = stack.layers
         self.norm, self.is_post = stack.norm, self.blocks[0].norm_place == "post"
         if self.form != "plain":
             self.sublayers = [sub for number, block in enumerate(self.blocks) for sub in self._sublayers(number, block)]

@@ -140,7 +140,7 @@ def _extract_answer(model: Model, question: str, passages: list[Passage]) -> Ans
     if separator is None:
         raise ValueError("the tokenizer has no separator token, so the model cannot read a question with a passage")
     rows = list(tokenizer.encode_pairs((question, x.text) for x in passages))
-    rows = [row if len(row) <= max_len else cut_pair(row, separator, max_len) for row in rows]
+    rows = [cut_pair(row, separator, max_len) for row in rows]
     with inference(model):
         padded = pad_sources(source_tensors(rows, None, model.config, truncate=False), model)
         segments = {"segments": pair_segments(padded.values, separator)} if model.config.n_segments > 1 else {}

@@ -30,7 +30,7 @@ from ..data.table_files import read_lines
 from ..errors import BadData, BadModelFile
 from ..foundation.checks import check_positive
 from ..foundation.files import replace_directory, write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import parse_json, read_json, to_json
 from ..foundation.plugins import import_optional
 from ..hub.manifest import Manifest, check_replaceable
 from ..models import Model, ModelOrPath, open_model
@@ -69,7 +69,7 @@ class PassageIndex:
         root = Path(path)
         if not (root / "index.json").is_file():
             raise BadModelFile(f"{root} has no index.json, so it is not an index; regard index FILES {root} makes one")
-        fields = parse_json((root / "index.json").read_bytes(), root / "index.json")
+        fields = read_json(root / "index.json")
         try:
             offsets, vectors = (np.load(root / name, mmap_mode="r", allow_pickle=False) for name in FILES[2:])
         except (OSError, ValueError) as error:

@@ -31,7 +31,7 @@ from ..models import Model
 from ..models.base_model import DecoderShape, join_padding
 from .cached_engine import DecodingEngine, attention_obstacle, check_logits, plain_engine
 from .captured_reading import N_ROWS, N_TEXTS, CapturedReading, write_memory
-from .cpu_engine import MemoryKeys, RowBlock, RowDecoder, packed_weights, row_block_obstacle, row_norm, row_obstacle
+from .cpu_engine import MemoryKeys, RowDecoder, packed_weights, row_block_obstacle, row_layers, row_norm, row_obstacle
 from .cuda_graph import can_capture
 from .generation_config import GenerateConfig
 from .prompts import ModelInputs, Prompts, check_prompts, max_text_length, pad_sources
@@ -362,12 +362,10 @@ class RowEncoder:
     """A text encoder as a function of rows."""
 
     def __init__(self, model: Any) -> None:
-        packed = packed_weights(model)
         self.table, self.embeddings = model.token, model.embeddings
-        blocks = [RowBlock(block, packed) for block in model.encoder.blocks]
-        self.layers = [blocks[number % len(blocks)] for number in range(model.encoder.n_layers)]
+        self.layers = row_layers(model.encoder, packed_weights(model))
         self.norm = None if model.encoder.norm is None else row_norm(model.encoder.norm)
-        attention = blocks[0].attention.module
+        attention = self.layers[0].attention.module
         self.shape = DecoderShape(1, attention.n_heads, attention.n_kv_heads, attention.d_head)  # layers take turns
         self._dtype = next(model.parameters()).dtype
 

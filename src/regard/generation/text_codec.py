@@ -7,7 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from ..models import Model
-from ..text.chat import ChatTemplate, read_messages
+from ..text.chat import read_messages
+from ..text.processor import Processor
 from ..text.tokenizer import Tokenizer, replace_surrogates
 from .generation_config import GenerateConfig
 from .stop_conditions import Decode, StopStrings, first_stop_token
@@ -20,11 +21,9 @@ class ModelTokenizers:
 
     def __init__(self, model: Model) -> None:
         self.config, self.continues_prompt = model.config, model.is_decoder_only
-        processor = model.processor
-        source, target = (None, None) if processor is None else (processor.source, processor.target)
-        self._source: Tokenizer | None = source
-        self._target: Tokenizer | None = target if target is not None else source
-        self._chat: ChatTemplate | None = None if processor is None else processor.chat
+        processor = model.processor or Processor()
+        self._source, self._target = processor.source, processor.tokenizer_of("target")
+        self._chat = processor.chat
 
     @property
     def source(self) -> Tokenizer:

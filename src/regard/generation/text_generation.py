@@ -438,7 +438,7 @@ def _encode_texts(model: Model, inputs: Any, truncate: bool) -> tuple[Any, int |
         rows, separator = list(tokenizers.source.encode_pairs(inputs)), tokenizers.source.separator_id
         max_len = max_text_length(model.config)
         if truncate and separator is not None:
-            rows = [row if len(row) <= max_len else cut_pair(row, separator, max_len) for row in rows]
+            rows = [cut_pair(row, separator, max_len) for row in rows]
         return rows, separator if model.config.n_segments > 1 else None
     return tokenizers.encode_inputs(inputs, "text") if is_text(inputs) else inputs, None
 

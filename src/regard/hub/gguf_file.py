@@ -158,7 +158,7 @@ def gguf_fields(model: Model) -> dict[str, Any]:
         "general.name": str(record.get("run") or "regard"),
         **{f"{architecture}.{key}": value for key, value in hyperparameters.items()},
     }
-    if processor is None or (processor.source is None and processor.target is None):
+    if processor is None or not processor.tokenizers:
         ids = {f"tokenizer.ggml.{theirs}_token_id": written.get(name) for name, theirs in _TOKEN_IDS.items()}
         return {**fields, "tokenizer.ggml.model": "none", **{key: x for key, x in ids.items() if x is not None}}
     return fields | gguf_vocabulary(processor.tokenizer, config, processor.chat_template)

@@ -198,13 +198,12 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _like(x: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+def _like(x: Tensor, width: int) -> Tensor:
     """An empty (B, H, T, width) with the same memory layout as x, (B, H, T, D) or (B, T, H, D)."""
     b, h, t, _ = x.shape
-    dtype = x.dtype if dtype is None else dtype
     if x.stride(1) < x.stride(2):
-        return torch.empty(b, t, h, width, dtype=dtype, device=x.device).transpose(1, 2)
-    return torch.empty(b, h, t, width, dtype=dtype, device=x.device)
+        return x.new_empty(b, t, h, width).transpose(1, 2)
+    return x.new_empty(b, h, t, width)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor]:

@@ -39,8 +39,9 @@ class NF4Weight(nn.Module):
         for name, x in zip(("codes", "scale_codes", "scale_steps", "scale_mean"), quantise_nf4(weight), strict=True):
             self.register_buffer(name, x)
 
-    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return dequantise_nf4(self.codes, self.scale_codes, self.scale_steps, self.scale_mean, self.shape, dtype)
+    def dequantise(self) -> Tensor:
+        buffers = (self.codes, self.scale_codes, self.scale_steps, self.scale_mean)
+        return dequantise_nf4(*buffers, self.shape, torch.float32)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x Wᵀ + b, in autocast's dtype if autocast is on."""

@@ -15,6 +15,7 @@ from ..generation.prompts import image_pixels, max_text_length, token_rows
 from ..generation.text_codec import ModelTokenizers
 from ..models import Model
 from ..text.image_processor import ImageProcessor
+from ..text.processor import Processor
 from .labels import Box, Label, numbered_labels, patch_labels, token_labels
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ def _check_ids(ids: list[int], name: str, vocab_size: int, max_len: int) -> None
 
 def tokenizers(model: Model) -> tuple[Any, Any]:
     """The source and target tokenizers; None where the model has none."""
-    processor = model.processor
-    return (None, None) if processor is None else (processor.source, processor.target or processor.source)
+    processor = model.processor or Processor()
+    return processor.source, processor.tokenizer_of("target")
 
 
 def decode_ids(ids: list[int], tokenizer: Any) -> str | None:

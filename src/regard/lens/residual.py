@@ -67,8 +67,7 @@ def residual_stack(model: Any, name: str) -> Stack:
 
 def layer_block(model: Any, stack: str, layer: int) -> Any:
     """The block of a layer, in a stack given by its name or by a kind of its attention; layers may share a block."""
-    blocks = residual_stack(model, "encoder" if stack == "encoder" else "decoder").blocks
-    return blocks[layer % len(blocks)]
+    return residual_stack(model, "encoder" if stack == "encoder" else "decoder").layers[layer]
 
 
 def check_float_weights(module: nn.Module) -> None:

@@ -67,9 +67,7 @@ class ResidualGraph:
     def __init__(self, model: Any) -> None:
         check_float_weights(model)
         by_name = stacks(model)
-        blocks: dict[str, list[Any]] = {
-            name: [x.blocks[n % len(x.blocks)] for n in range(x.n_layers)] for name, x in by_name.items()
-        }
+        blocks: dict[str, list[Any]] = {name: stack.layers for name, stack in by_name.items()}
         if not by_name or not all(_is_supported(block) for layers in blocks.values() for block in layers):
             raise ValueError(
                 "circuits need a pre-norm model with a residual stream and separate attention heads in every layer"

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -266,6 +266,11 @@ class Stack(nn.Module):
         self.position_bias: Bias | None = components.shared_bias(config, n_heads, bidirectional=not causal)
         self.norm = components.norm(config) if config.norm_place != "post" and n_total is None else None
 
+    @property
+    def layers(self) -> list[Block]:
+        """The block of each layer; layers that share their weights have the same block."""
+        return [cast(Block, self.blocks[layer % len(self.blocks)]) for layer in range(self.n_layers)]
+
     def forward(
         self,
         x: Tensor,
@@ -293,8 +298,7 @@ class Stack(nn.Module):
             mask = masks.causal() if mask is None else masks.causal() & mask
         context = LayerContext(mask, positions, self.position_bias, memory, real, documents)
         x = apply_edits_to_states(self, "input", x)
-        for layer in range(first, self.n_layers if stop is None else stop):
-            block = self.blocks[layer % len(self.blocks)]
+        for layer, block in enumerate(self.layers[first:stop], first):
             layer_cache = None if cache is None else cache.layers[layer]
             cross_cache = cache.cross[layer] if cache is not None and cache.cross else None
             if self.checkpointing and self.training:

@@ -28,6 +28,13 @@ _MODELS: dict[str, type[Model]] = {
 }
 _REGISTERED: dict[str, type[Model]] = {}  # by the value of ModelConfig.model_class
 
+
+def check_has_numbers(model: Model, purpose: str) -> None:
+    """Raise ValueError for a model on the meta device: it has no numbers to ``purpose``, such as export."""
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(f"the model is on the meta device: it has no numbers to {purpose}")
+
+
 AnyModel = TypeVar("AnyModel", bound=type[Model])
 
 

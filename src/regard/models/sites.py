@@ -73,9 +73,7 @@ def stack_sites(name: str, stack: nn.Module | None) -> list[HookSite]:
     sites: list[HookSite] = []
     if isinstance(stack, Stack):
         sites.append(HookSite(name, STATES, stack, "input", 0))
-        for layer in range(stack.n_layers):
-            block = stack.blocks[layer % len(stack.blocks)]  # layers may share blocks
-            assert isinstance(block, Block)
+        for layer, block in enumerate(stack.layers):
             sites += _layer_sites(f"{name}.blocks.{layer}", block, layer // len(stack.blocks))
     for number, stage in enumerate(getattr(stack, "stages", ())):
         sites += stack_sites(f"{name}.stages.{number}", stage)

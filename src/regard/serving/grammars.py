@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import RegardError
+from ..foundation.plugins import import_optional
 from ..generation.text_codec import ModelTokenizers
 from .request_bodies import ResponseFormat
 
@@ -34,14 +34,12 @@ class Grammars:
     """Compiles response formats for one model's tokenizer."""
 
     def __init__(self, codec: ModelTokenizers) -> None:
-        try:
-            from llguidance import LLTokenizer, TokenizerWrapper
-        except ImportError:
-            raise RegardError('response_format needs llguidance: pip install "regard[api]"') from None
+        llguidance = import_optional("llguidance", "response_format", "api")
         n_tokens, eos_id = codec.config.output_vocab_size, codec.config.eos_id
         if eos_id is None:
             raise ValueError("response_format needs an end token, which this model does not have")
-        self._tokenizer = LLTokenizer(TokenizerWrapper(_TokenBytes(codec, n_tokens, eos_id)), n_vocab=n_tokens)
+        tokens = llguidance.TokenizerWrapper(_TokenBytes(codec, n_tokens, eos_id))
+        self._tokenizer = llguidance.LLTokenizer(tokens, n_vocab=n_tokens)
 
     def new_constraint(self, format_: ResponseFormat) -> Callable[[], GrammarConstraint]:
         """Compile a format other than "text"; returns a function that makes a constraint for each text.

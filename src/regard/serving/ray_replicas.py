@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RegardError
 from ..experiments.sweep_runner import connect_ray
+from ..foundation.plugins import import_optional
 from ..web.requests import Limits, Message, Receive, Scope, Send
 from .api_errors import error_body
 from .app import new_application, serve_api
@@ -164,7 +165,7 @@ def open_replicas(
     from starlette.applications import Starlette
     from starlette.routing import Mount
 
-    serve = _import_serve()
+    serve = import_optional("ray.serve", "regard deploy", "cluster")
     limits = limits or Limits()
     resources = {"num_cpus": cores, "num_gpus": 1 if device != "cpu" and ray.cluster_resources().get("GPU") else 0}
     needed = replicas * cores
@@ -202,7 +203,7 @@ def deploy_api(
     **options: Any,
 ) -> int:
     """``serve_api`` with the models in replicas on a Ray cluster; they stop with this process."""
-    serve = _import_serve()
+    serve = import_optional("ray.serve", "regard deploy", "cluster")
     ray, connected_here = connect_ray(on)
     try:
         open_app = partial(open_replicas, replicas=replicas, cores=cores, device=device, engine=engine, limits=limits)
@@ -211,14 +212,6 @@ def deploy_api(
         serve.shutdown()
         if connected_here:
             ray.shutdown()
-
-
-def _import_serve() -> Any:
-    try:
-        from ray import serve
-    except ImportError:
-        raise RegardError('replicas need Ray Serve: pip install "regard[cluster]"') from None
-    return serve
 
 
 def _replica_class() -> type:

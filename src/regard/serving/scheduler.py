@@ -58,10 +58,10 @@ class Scheduler:
         *,
         max_rows: int | None = None,
         max_waiting: int = 256,
-        post: Callable[[Callable[[], None]], Any] = lambda call: call(),
     ) -> None:
         kind = model.device.type if model.device.type in _MAX_ROWS else "elsewhere"
-        self.model, self.max_rows, self.post = model, max_rows or _MAX_ROWS[kind], post
+        self.model, self.max_rows = model, max_rows or _MAX_ROWS[kind]
+        self.post: Callable[[Callable[[], None]], Any] = lambda call: call()
         self.statistics = SchedulerStatistics()
         self._prompt_tokens = _PROMPT_TOKENS[kind]
         writes_text = model.config.head == "lm" and model.config.architecture != "encoder"

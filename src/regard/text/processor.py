@@ -62,10 +62,20 @@ class Processor:
     companions: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # files for other programs, by name
 
     @property
+    def tokenizers(self) -> dict[str, Tokenizer]:
+        """The tokenizer of each side that has its own, "source" or "target"."""
+        sides = {"source": self.source, "target": self.target}
+        return {side: tokenizer for side, tokenizer in sides.items() if tokenizer is not None}
+
+    def tokenizer_of(self, side: str) -> Tokenizer | None:
+        """The tokenizer of "source" or "target"; that of the other side if it has none of its own."""
+        own, other = (self.source, self.target) if side == "source" else (self.target, self.source)
+        return other if own is None else own
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The only tokenizer; raises ValueError if there are two or none."""
-        tokenizers = [x for x in (self.source, self.target) if x is not None]
-        if len(tokenizers) != 1:
+        if len(tokenizers := list(self.tokenizers.values())) != 1:
             raise ValueError(f"there are {len(tokenizers)} tokenizers; use processor.source or processor.target")
         return tokenizers[0]
 
@@ -87,8 +97,7 @@ class Processor:
 
     def sizes(self) -> dict[str, int]:
         """Vocabulary size of each side that has its own tokenizer."""
-        sides = {"source": self.source, "target": self.target}
-        return {name: tokenizer.size for name, tokenizer in sides.items() if tokenizer is not None}
+        return {side: tokenizer.size for side, tokenizer in self.tokenizers.items()}
 
     def files(self, config: ModelConfig) -> dict[str, bytes]:
         """The files to save, by name; ``read_processor`` and transformers can both load them."""

@@ -24,7 +24,7 @@ from ..generation.bulk_prediction import Answer, Answerer, check_records, newest
 from ..generation.prompts import max_text_length
 from ..generation.text_generation import check_can_translate, default_beam, text_tokenizers
 from ..models import Model
-from .distillation import pair_file, pair_line
+from .distillation import check_not_read, pair_file, pair_line
 
 _TEXTS_AT_ONCE = 512
 
@@ -78,6 +78,7 @@ def back_translate(
     from ..io import load
 
     target = pair_file(out)
+    check_not_read(target, [texts])
     decoding = {"beam": default_beam(decoding), **decoding}
     records = open_records(Path(texts), column, encoding=encoding)
     model = load(path, device=str(resolve_device(device)))

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..errors import BadModelFile, RegardError
 from ..foundation.checks import check_not_negative, check_positive
 from ..foundation.files import fsync, remove_abandoned, replace_directory, resolve_inside, write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 from ..hub.manifest import NAME as MANIFEST
 from ..hub.manifest import Entry, Manifest
 from . import shards
@@ -58,11 +58,7 @@ class Checkpoint(shards.TensorReader):
     @cached_property
     def state(self) -> dict[str, Any]:
         """The ``state`` that was written with the tensors."""
-        path = resolve_inside(self.path, STATE)
-        try:
-            return parse_json(path.read_bytes(), path)
-        except OSError as error:
-            raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
+        return read_json(resolve_inside(self.path, STATE))
 
     def fill(self, prefix: str, targets: Mapping[str, Tensor]) -> None:
         """Copy the tensors stored under ``prefix`` into ``targets``, each into its shard. The names must match."""

@@ -9,7 +9,7 @@ these pairs like on any others. Marian's student models are made this way.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -131,10 +131,14 @@ def distill(
         raise UsageError(f"{path} is for the task {teacher.config.task}; sequences are distilled from a translator")
     fields = dict(data or {})
     config, _ = data_config_for(teacher, fields)
-    if target.resolve() in {Path(name).resolve() for name in f"{config.source},{config.valid}".split(",")}:
-        raise UsageError(f"{target} is the file to read, which would be lost; choose another")
+    read = f"{config.source},{config.valid}".split(",")
+    check_not_read(target, read)
     source = open_source(config)
     task = cast(Translate, task_for(teacher, source, config, fields, teacher.config.train.seed))
+    held_out = [cast(Pair, x) for x in task.first(source.valid)]
+    valid = target.with_suffix(f".valid{target.suffix}") if held_out else None
+    if valid is not None:
+        check_not_read(valid, read)
     pairs, texts = [], [cast(Pair, x).source for x in task.first(source.train, limit)]
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
         part = texts[start : start + _TEXTS_AT_ONCE]
@@ -142,8 +146,6 @@ def distill(
         pairs += [Pair(text, output) for text, output in zip(part, translated, strict=True) if output.strip()]
         progress(f"{min(start + _TEXTS_AT_ONCE, len(texts)):,} of {len(texts):,} sources")
     write_atomic(target, _pair_lines(pairs, target.suffix))
-    held_out = [cast(Pair, x) for x in task.first(source.valid)]
-    valid = target.with_suffix(f".valid{target.suffix}") if held_out else None
     if valid is not None:
         write_atomic(valid, _pair_lines(held_out, target.suffix))
     return DistilledPairs(target, len(pairs), len(texts) - len(pairs), valid, beam)
@@ -154,6 +156,12 @@ def pair_file(out: str | Path) -> Path:
     if Path(out).suffix not in (".tsv", ".jsonl"):
         raise UsageError(f"{out}: pairs are written as .tsv or .jsonl")
     return Path(out)
+
+
+def check_not_read(out: Path, read: Iterable[str | Path]) -> None:
+    """Raise UsageError for an output that is one of the files to read."""
+    if out.resolve() in {Path(name).resolve() for name in read}:
+        raise UsageError(f"{out} is the file to read, which would be lost; choose another")
 
 
 def pair_line(source: str, target: str, suffix: str) -> str:

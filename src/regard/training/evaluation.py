@@ -123,16 +123,14 @@ def _with_comet(scores: Scores, judge: Comet) -> Scores:
 
 
 def _data_fields(data: Mapping[str, Any] | DataConfig | str | Path | None) -> dict[str, Any]:
-    if isinstance(data, DataConfig):
-        return {name: getattr(data, name) for name in data.model_fields_set}
-    if data is not None and not isinstance(data, Mapping | str | Path):
+    if data is not None and not isinstance(data, Mapping | DataConfig | str | Path):
         kind = type(data).__name__
         raise TypeError(
             f"data is a {kind}, not a file, a corpus or fields of DataConfig; write examples to a file first"
         )
-    fields = {"source": str(data)} if isinstance(data, str | Path) else dict(data or {})
-    DataConfig(**fields)  # refuses unknown fields
-    return fields
+    if not isinstance(data, DataConfig):
+        data = DataConfig(**({"source": data} if isinstance(data, str | Path) else data or {}))
+    return {name: getattr(data, name) for name in data.model_fields_set}
 
 
 def _open_tasks(

@@ -83,7 +83,8 @@ def start_from(
     counted). Rows of embeddings belong to tokens and rows of a classifier to classes: they are copied only if the
     tokenizers and labels are the same. ``processor`` is the one the model will be used with (default: its own).
     """
-    not_copied = _foreign_rows(model, model.processor if processor is None else processor, initial.processor)
+    processors = (processor or model.processor or Processor(), initial.processor or Processor())
+    not_copied = _foreign_rows(model, *processors)
     weights = dict(initial.state_dict())
     same_offset = model.config.position_offset == initial.config.position_offset
     position_tables = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Learned)}
@@ -138,7 +139,7 @@ def _too_few(copied: set[str], new: dict[str, str], initial: Model, model: Model
     return f"only {share:.0%} of this model's layers fit its weights ({why}); {how}"
 
 
-def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None) -> dict[str, str]:
+def _foreign_rows(model: Model, ours: Processor, theirs: Processor) -> dict[str, str]:
     """Parameters with a row per token or class that the two models do not share, each with the reason."""
     tables: dict[str, list[str]] = {"source": [], "target": []}  # by the side whose tokenizer numbers the rows
     for side, name in (("source", "token"), ("target", "target_token")):
@@ -150,27 +151,19 @@ def _foreign_rows(model: Model, ours: Processor | None, theirs: Processor | None
         tables["target" if tables["target"] else "source"] += names
     reasons = {}
     for side, names in tables.items():
-        if names and not _same_tokens(_tokenizer(ours, side), _tokenizer(theirs, side)):
+        if names and not _same_tokens(ours.tokenizer_of(side), theirs.tokenizer_of(side)):
             reasons.update(dict.fromkeys(names, "the tokens differ"))
-    labels = [x.labels for x in (ours, theirs) if x is not None and x.labels is not None]
-    if len(labels) == 2 and tuple(labels[0]) != tuple(labels[1]):
+    if None not in (ours.labels, theirs.labels) and ours.labels != theirs.labels:
         reasons.update(dict.fromkeys(("classifier.out.weight", "classifier.out.bias"), "the classes differ"))
     return reasons
 
 
 def same_processors(ours: Processor, theirs: Processor | None) -> bool:
     """Whether two models agree in the meaning of inputs and outputs: tokens, classes and images."""
-    sides = [(_tokenizer(ours, side), _tokenizer(theirs, side)) for side in ("source", "target")]
-    labels, image = (None, None) if theirs is None else (theirs.labels, theirs.image)
-    same_labels = None in (labels, ours.labels) or labels == ours.labels
-    return all(_same_tokens(*pair) for pair in sides) and same_labels and image == ours.image
-
-
-def _tokenizer(processor: Processor | None, side: str) -> Tokenizer | None:
-    if processor is None:
-        return None
-    first, second = (processor.source, processor.target) if side == "source" else (processor.target, processor.source)
-    return second if first is None else first
+    theirs = theirs or Processor()
+    same_labels = None in (ours.labels, theirs.labels) or ours.labels == theirs.labels
+    same_tokens = all(_same_tokens(ours.tokenizer_of(side), theirs.tokenizer_of(side)) for side in ("source", "target"))
+    return same_tokens and same_labels and ours.image == theirs.image
 
 
 def _same_tokens(ours: Tokenizer | None, theirs: Tokenizer | None) -> bool:

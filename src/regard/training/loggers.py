@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import RegardError
 from ..foundation.files import write_atomic
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 
 Note = Callable[[str], None]
 RUN_IDS = "loggers.json"  # the ids that loggers gave to the run, so that a resumed run continues under them
@@ -165,10 +165,10 @@ def check_loggers(names: Sequence[str]) -> None:
 
 def _read_run_id(out: Path, name: str) -> str | None:
     path = out / RUN_IDS
-    return parse_json(path.read_bytes(), path).get(name) if path.exists() else None
+    return read_json(path).get(name) if path.exists() else None
 
 
 def _write_run_id(out: Path, name: str, run_id: str) -> None:
     path = out / RUN_IDS
-    run_ids = parse_json(path.read_bytes(), path) if path.exists() else {}
+    run_ids = read_json(path) if path.exists() else {}
     write_atomic(path, to_json({**run_ids, name: run_id}))

@@ -17,7 +17,7 @@ from ..foundation.device import HAS_TRITON, TRITON_INTERPRETED
 from ..models import Model
 from ..models.components import TokenHead
 from ..models.experts import take_router_losses
-from .fused_layers import E4M3, E5M2, gradient_product
+from .fused_layers import E5M2, gradient_product
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,14 +157,14 @@ def linear_cross_entropy(
         return cross_entropy(F.linear(rows, weight, bias), flat, smoothing)
     needs = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in (rows, weight, bias)]
     size = max(1, max_rows) if chunk is None and not fused else chunk
-    dtype = E4M3 if fused and fp8 and weight.shape[1] % 16 == 0 else dtype
-    total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, n_counted, dtype, *needs, cap)
+    fp8 = fp8 and weight.shape[1] % 16 == 0
+    total, *_ = _chunked(rows, weight, bias, flat, smoothing, size, n_counted, dtype, *needs, cap, fp8)
     return total
 
 
 def has_fused_loss(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``kernels.token_loss`` computes the loss of logits in this dtype."""
-    return dtype in (torch.bfloat16, E4M3) and HAS_TRITON and (device.type == "cuda" or TRITON_INTERPRETED)
+    return dtype == torch.bfloat16 and HAS_TRITON and (device.type == "cuda" or TRITON_INTERPRETED)
 
 
 @torch.library.custom_op("regard::linear_cross_entropy", mutates_args=())
@@ -181,6 +181,7 @@ def _chunked(
     for_weight: bool,
     for_bias: bool,
     cap: float | None = None,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss and its gradients in hidden, weight and bias.
 
@@ -192,7 +193,7 @@ def _chunked(
         x, y, needs = hidden, targets, (for_hidden, for_weight, for_bias)
         if target_rows is not None:
             x, y = hidden[target_rows], targets[target_rows]
-        total, d_x, d_weight, d_bias = _fused_loss(x, weight, bias, y, smoothing, cap, chunk, dtype == E4M3, needs)
+        total, d_x, d_weight, d_bias = _fused_loss(x, weight, bias, y, smoothing, cap, chunk, fp8, needs)
         if target_rows is not None and for_hidden:
             d_x = d_x.new_zeros(hidden.shape).index_copy_(0, target_rows, d_x)
         return total, d_x, d_weight, d_bias
@@ -348,7 +349,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, d_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     slopes = zip(ctx.saved_tensors, ctx.dtypes, ctx.needs, strict=True)
     grads = [(slope * d_total).to(dtype) if needed else None for slope, dtype, needed in slopes]
-    return (*grads, *[None] * 9)
+    return (*grads, *[None] * 10)
 
 
 _chunked.register_autograd(_backward, setup_context=_setup_context)

@@ -210,7 +210,7 @@ def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """
     has_bf16 = False
     if device.type == "cuda":
-        has_bf16 = torch.cuda.get_device_capability() >= (8, 0) or torch.version.hip is not None
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0) or torch.version.hip is not None
     elif device.type == "cpu":  # other processors emulate bf16 in fp32, slowly
         has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if dtype == torch.float32 and has_bf16 else dtype

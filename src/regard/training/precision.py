@@ -45,9 +45,7 @@ def supported_precisions(device: torch.device | str) -> tuple[PrecisionName, ...
 
 def has_bf16_matrix_unit() -> bool:
     """Whether this CPU has AMX, which makes bf16 products faster than fp32; AVX-512 alone makes them slower."""
-    with suppress(AttributeError):  # older versions of torch
-        return bool(torch.cpu._is_amx_tile_supported())
-    return False
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 class Precision:

@@ -55,7 +55,7 @@ class Predictor:
     @property
     def tokens_sha256(self) -> tuple[str, ...]:
         """The hashes of its tokenizers."""
-        return tuple(side.sha256 for side in (self.processor.source, self.processor.target) if side is not None)
+        return tuple(tokenizer.sha256 for tokenizer in self.processor.tokenizers.values())
 
 
 def open_predictor(path: str | Path | Model, device: torch.device) -> Predictor:

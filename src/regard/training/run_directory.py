@@ -37,7 +37,7 @@ from ..data.corpora import CORPORA
 from ..data.sources import Source
 from ..errors import BadData, BadModelFile
 from ..foundation.files import file_lock, replace_directory, resolve_inside, write_atomic
-from ..foundation.jsonio import parse_json, to_json, wrong_values_as_bad_file
+from ..foundation.jsonio import read_json, to_json, wrong_values_as_bad_file
 from ..hub import write_adapter
 from ..hub.hf_directory import INDEX
 from ..hub.manifest import NAME as MANIFEST
@@ -147,7 +147,7 @@ class RunDirectory:
         directory."""
         path = self.root / RUN_FILE
         try:
-            config = RunConfig(**parse_json(path.read_bytes(), path))
+            config = RunConfig(**read_json(path))
         except (ValueError, TypeError) as error:
             raise BadModelFile(f"{path} is not the config of a run: {error}") from None
         data, train = _change_paths(config.data, self._find_moved), _change_models(config.train, self._find_moved)
@@ -168,11 +168,7 @@ class RunDirectory:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The content of provenance.json."""
-        path = self.root / _FACTS_FILE
-        try:
-            return parse_json(path.read_bytes(), path)
-        except OSError as error:
-            raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
+        return read_json(self.root / _FACTS_FILE)
 
     @cached_property
     def processor(self) -> Processor:
@@ -195,7 +191,7 @@ class RunDirectory:
         return (self.root / name).read_bytes()
 
     def json(self, name: str) -> dict[str, Any]:
-        return parse_json(self.bytes(name), self.root / name)
+        return read_json(self.root / name)
 
     def checkpoints(self, group: Group | None = None) -> Checkpoints:
         train = self.config.train

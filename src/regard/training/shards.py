@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import BadModelFile
 from ..foundation.files import resolve_inside
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import read_json, to_json
 from ..hub.hf_directory import SAFETENSORS_DTYPES, raise_shortage
 from ..hub.manifest import Entry
 
@@ -176,14 +176,12 @@ class Index:
         Pieces are even slices, so comparing the number of elements is enough.
         """
         path = resolve_inside(root, INDEX)
+        document = read_json(path)
         try:
-            document = parse_json(path.read_bytes(), path)
             if document["regard_checkpoint"] != _VERSION:
                 raise ValueError("another version")
             tied = dict(document["tied"])
             tensors = {name: _stored_tensor(entry) for name, entry in document["tensors"].items()}
-        except OSError as error:
-            raise BadModelFile(f"{path} cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, AttributeError):
             raise BadModelFile(f"{path} is not the index of a regard checkpoint") from None
         for name, stored in tensors.items():

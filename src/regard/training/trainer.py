@@ -160,23 +160,13 @@ def resume(
     bit: its sums differ in the last digit between any two processes.
     """
     run = RunDirectory.open(path)
-    for name in changes:
-        if name not in RESUMABLE:
-            raise ValueError(f"train.{name} cannot change when a run is resumed; {', '.join(RESUMABLE)} can")
     done, before = max(run.checkpoints().steps(), default=0), run.config.train
-    recipe = before.with_(**{"stop_at": None, "schedule_start": 0, **changes}, out=str(path))
-    if recipe.steps < done:
-        raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
-    if restart_schedule and recipe.steps == done:
-        raise ValueError(f"a schedule cannot restart: {path} has done its {done} steps; raise train.steps")
-    recipe = recipe.with_(schedule_start=done if restart_schedule else before.schedule_start)
+    recipe = _resumed_recipe(path, before, done, changes, restart_schedule)
     config = run.config.with_(train=recipe)
     if isinstance(data, Mapping):
         config, data = config.with_(data=absolute_paths(config.data.with_(**data))), None
     elif missing := missing_data(config.data, path):
         raise missing
-    if recipe.stop_at is not None and recipe.stop_at <= done:
-        raise ValueError(f"train.stop_at={recipe.stop_at} is not after the {done} steps that {path} has done")
     with closing(_open_group(recipe)) as group, _progress(style, group):
         source = open_run_source(resolve_run(config, task=task, data=data))
         if (recorded := run.facts["data"]["sha256"]) != source.sha256:
@@ -190,16 +180,38 @@ def resume(
             if group.is_main:
                 run.remove_half_written()
                 run.write(config)
-                if changed:
-                    entry = {"step": done, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "train": changed}
-                    run.write_facts({**run.facts, "changes": [*run.facts.get("changes", ()), entry]})
-                if "device" in changed:  # precision and compilation were chosen for the old device
-                    run.replace_files({CHOICE_FILE: None})
+                _record_changes(run, changed, done)
             group.barrier()
             run = RunDirectory(run.root)
             opened = open_task(shared, source, run.processor, task)
             notes = [_changes_text(changed, done), _schedule_text(before, recipe, done)]
             return _run(shared, opened, group, style, run, callbacks, notes=notes)
+
+
+def _resumed_recipe(
+    path: str | Path, before: TrainConfig, done: int, changes: Mapping[str, Any], restart_schedule: bool
+) -> TrainConfig:
+    """The recipe of the run at ``path`` with ``changes``; ValueError for one that its ``done`` steps rule out."""
+    for name in changes:
+        if name not in RESUMABLE:
+            raise ValueError(f"train.{name} cannot change when a run is resumed; {', '.join(RESUMABLE)} can")
+    recipe = before.with_(**{"stop_at": None, "schedule_start": 0, **changes}, out=str(path))
+    if recipe.steps < done:
+        raise ValueError(f"train.steps={recipe.steps} is less than the {done} steps that {path} has done")
+    if restart_schedule and recipe.steps == done:
+        raise ValueError(f"a schedule cannot restart: {path} has done its {done} steps; raise train.steps")
+    if recipe.stop_at is not None and recipe.stop_at <= done:
+        raise ValueError(f"train.stop_at={recipe.stop_at} is not after the {done} steps that {path} has done")
+    return recipe.with_(schedule_start=done if restart_schedule else before.schedule_start)
+
+
+def _record_changes(run: RunDirectory, changed: Mapping[str, tuple[Any, Any]], done: int) -> None:
+    """Add the fields that change after ``done`` steps, as (old, new), to provenance.json."""
+    if changed:
+        entry = {"step": done, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "train": dict(changed)}
+        run.write_facts({**run.facts, "changes": [*run.facts.get("changes", ()), entry]})
+    if "device" in changed:  # precision and compilation were chosen for the old device
+        run.replace_files({CHOICE_FILE: None})
 
 
 def _changes_text(changed: Mapping[str, tuple[Any, Any]], done: int) -> str | None:

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...text.words import entity_spans, has_entities
 from .statistics import Floats, MetricResult, Statistics, mean_statistics, need_pairs
 
+_ROUNDING = 1e-12  # a smaller variance, relative to the mean square, is a rounding error: all values are equal
 MultiHot = NDArray[np.bool_]  # (N, labels): the labels of each example
 
 
@@ -179,8 +180,9 @@ def _moments(x: Floats, y: Floats) -> Floats:
 
 def _pearson(sums: Floats) -> Floats:
     n, x, y, xx, yy, xy = np.moveaxis(sums, -1, 0)
-    spread = np.sqrt(np.maximum((n * xx - x * x) * (n * yy - y * y), 0.0))
-    return share(n * xy - x * y, spread)
+    spread_x, spread_y = n * xx - x * x, n * yy - y * y
+    varies = (spread_x > _ROUNDING * n * xx) & (spread_y > _ROUNDING * n * yy)
+    return share(n * xy - x * y, np.where(varies, np.sqrt(np.abs(spread_x * spread_y)), 0.0)).clip(-1, 1)
 
 
 def _ranks(values: Floats) -> Floats:

@@ -68,10 +68,6 @@ class CaptionTask(ImageTask):
         return Processor(target=self._new_tokenizer(texts), image=self._new_image_processor())
 
     @property
-    def _max_target_len(self) -> int:
-        return self.config.data.max_target_len or self.config.data.max_len
-
-    @property
     def _max_width(self) -> int:
         return max(self._max_target_len, self.config.model.max_target_len or self.config.model.max_len)
 
@@ -137,8 +133,6 @@ class CaptionTask(ImageTask):
         return Batch((pixels, decoder_input), labels, n_tokens=n_tokens)
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
-        if not examples:
-            return {}, []
         outputs = []
         config = GenerateConfig(max_new_tokens=self._max_target_len, **decoding)
         for group in index_groups(len(examples), 128):

@@ -137,8 +137,6 @@ class SupervisedFineTuning(ChatTask):
             yield group, self._collate([rows[i] for i in group])
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
-        if not examples:
-            return {}, []
         chats = [messages_of(x) for x in examples]
         references = [chat[-1][1] for chat in chats]
         outputs = self._write_answers(model, chats, **decoding)

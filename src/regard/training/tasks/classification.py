@@ -131,8 +131,6 @@ class ClassificationTask(Task):
             raise ValueError(f"{model_name} has {model.n_classes} classes without names, but {named}")
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
-        if not examples:
-            return {}, []
         with inference(model):
             logits, _ = self._logits(model, examples, Precision("fp32", model.device))
         answers = self.target.measure(logits, _labels(examples))
@@ -196,7 +194,7 @@ class Classify(ClassificationTask):
         def pieces() -> Pieces:
             return whole_documents(self._encode(self._tracked_train("texts")))
 
-        return self._tokens("pairs" if self._has_pairs else "text", self.tokenizer, pieces, None)
+        return self._tokens("pairs" if self._has_pairs else "text", self.tokenizer, pieces)
 
     def _encode(self, examples: Iterable[Example]) -> Iterator[list[int]]:
         """Token ids of texts or of pairs of texts."""
@@ -211,7 +209,7 @@ class Classify(ClassificationTask):
         if separator is None:
             return truncate(rows, max_len)
         n_longer = sum(len(row) > max_len for row in rows)
-        return [row if len(row) <= max_len else cut_pair(row, separator, max_len) for row in rows], n_longer
+        return [cut_pair(row, separator, max_len) for row in rows], n_longer
 
     @cached_property
     def _has_pairs(self) -> bool:

@@ -67,8 +67,6 @@ class ContrastTask(CaptionTask):
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """Retrieval among all images and captions of the examples; the output of a row is the nearest caption."""
-        if not examples:
-            return {}, []
         texts = [(i, text) for i, x in enumerate(examples) for text in cast(ImageExample, x).captions]
         ranks = self._ranks(cast(TwoTower, model), examples, texts)
         rows = [

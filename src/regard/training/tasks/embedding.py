@@ -72,7 +72,7 @@ class Embed(Task):
                 texts = (sides_of(x)[number] for x in self._tracked_train("texts"))
                 return whole_documents(self.tokenizer.encode_stream(texts))
 
-            return self._tokens(f"embed {number}", self.tokenizer, pieces, None)
+            return self._tokens(f"embed {number}", self.tokenizer, pieces)
 
         return [side(number) for number in range(n_sides)]
 

@@ -60,8 +60,8 @@ class AnswerQuestions(Translate):
             texts = (cast(Question, x).answer for x in self._tracked_train("answers"))
             return whole_documents([self._target.bos_id, *ids] for ids in encode_with_end(self._target, texts))
 
-        source = self._tokens(f"passages {self.config.data.passages}", self._source, passages, None)
-        return source, self._tokens("answers", self._target, answers, None)
+        source = self._tokens(f"passages {self.config.data.passages}", self._source, passages)
+        return source, self._tokens("answers", self._target, answers)
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -75,7 +75,7 @@ class AnswerQuestions(Translate):
         sizes = np.minimum(passages.sizes, data.max_len)
         longest = np.maximum.reduceat(sizes, self._starts[:-1]) * np.diff(self._starts)
         self.skipped = SkippedExamples(n_cut=int((passages.sizes > data.max_len).sum()), max_len=data.max_len)
-        lengths = np.stack([longest, np.minimum(answers.sizes, data.max_target_len or data.max_len)], axis=1)
+        lengths = np.stack([longest, np.minimum(answers.sizes, self._max_target_len)], axis=1)
         return self._plan_by_length(lengths)
 
     def _train_batch(self, epoch: int, index: list[int]) -> Batch:
@@ -105,7 +105,7 @@ class AnswerQuestions(Translate):
         max_source, max_target = self._max_lengths
         padded = self._pad(rows, pad_id, max_source)
         source, padding_mask = (x.unflatten(0, (len(sources), n_passages)) for x in padded)  # (B, P, S)
-        targets = truncate(targets, data.max_target_len or data.max_len)[0]
+        targets = truncate(targets, self._max_target_len)[0]
         without_bos = [row[1:] for row in targets]
         decoder_input, labels = self._pad_targets(without_bos, targets[0][0], self._target.pad_id, max_target)
         n_tokens = sum(map(len, rows)) + sum(map(len, targets))
@@ -114,8 +114,6 @@ class AnswerQuestions(Translate):
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """Exact match, ignoring case and punctuation, and the F1 of words."""
         questions = cast(Sequence[Question], examples)
-        if not questions:
-            return {}, []
         outputs, references = self._write(model, questions, **decoding), [x.answer for x in questions]
         exact, overlap = answer_exactness(outputs, references), answer_f1(outputs, references)
         each = zip(questions, outputs, overlap, strict=True)
@@ -125,8 +123,7 @@ class AnswerQuestions(Translate):
     def _write(self, model: Model, examples: Iterable[Example], **decoding: Any) -> list[str]:
         """The answers that the model generates."""
         sources = [truncate(rows, self.config.data.max_len)[0] for rows in self._encode_sources(list(examples))]
-        limit = (self.config.data.max_target_len or self.config.data.max_len) - 1
-        config = GenerateConfig(max_new_tokens=max(1, limit), **decoding)
+        config = GenerateConfig(max_new_tokens=max(1, self._max_target_len - 1), **decoding)
         outputs = [""] * len(sources)
         for group in group_by_length([len(x) * max(map(len, x)) for x in sources], max(512, 16384 // config.beam)):
             generated = generate(model, [sources[i] for i in group], config)

@@ -258,13 +258,12 @@ class Task(ABC):
     def answers(
         self, model: Model, examples: Sequence[Example], *, beam: int = 1, length_penalty: float = 1.0
     ) -> tuple[dict[str, float | str], list[ExampleResult]]:
-        """Metrics besides the loss, and the model's output for each example; empty if the task has only a loss."""
+        """Metrics besides the loss, and the model's output for each of one or more examples; empty if the task has only
+        a loss."""
         return {}, []
 
     def _answers_of_score(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """``answers`` of a task that generates no text: the metrics of ``score`` in fp32 without the loss."""
-        if not examples:
-            return {}, []
         with inference(model):
             scores = self.score(model, examples, Precision("fp32", model.device))
         return {"n": scores.n, **{name: x for name, x in scores.metrics.items() if name != "loss"}}, scores.rows
@@ -298,7 +297,8 @@ class Task(ABC):
         metrics: dict[str, float | str] = {"valid_loss": total / count}
         if self.reports_perplexity:
             metrics["perplexity"] = math.exp(min(total / count, 700))
-        return {**metrics, **self.answers(model, self._valid_sample(n_examples), **decoding)[0]}
+        sample = self._valid_sample(n_examples)
+        return {**metrics, **(self.answers(model, sample, **decoding)[0] if sample else {})}
 
     def score(self, model: Model, examples: Sequence[Example], precision: Precision, **options: Any) -> Scores:
         """The loss and the answer of every example, for a report. ``precision`` applies to the loss only, not to
@@ -395,7 +395,9 @@ class Task(ABC):
         """Whether tokenizers and tokens of the training texts are cached for all runs."""
         return isinstance(self.source.train, ExampleFile) and self.source.train.n_bytes > LARGE
 
-    def _tokens(self, name: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None) -> TokenFile:
+    def _tokens(
+        self, name: str, tokenizer: Tokenizer, make: Callable[[], Pieces], folder: Path | None = None
+    ) -> TokenFile:
         """The tokens of the training texts as computed by ``make()``: in memory, in a folder of this run or, if there
         are many, in a cache shared by all runs. ``name`` tells apart tokens of the same data and tokenizer."""
         key = f"{self.source.split.train_sha256} {name}"
@@ -414,6 +416,11 @@ class Task(ABC):
     def _max_width(self) -> int:
         """The largest number of tokens in a row of a batch."""
         return max(self.config.data.max_len, self.config.model.max_len)
+
+    @property
+    def _max_target_len(self) -> int:
+        """The largest number of tokens of a target."""
+        return self.config.data.max_target_len or self.config.data.max_len
 
     def _limit_lengths(self, lengths: NDArray[np.int64], cut: bool) -> NDArray[np.int64]:
         """The lengths of training examples (n,) or (n, sides), at most ``data.max_len`` if longer ones are ``cut``;

@@ -75,7 +75,7 @@ class Translate(Task):
                 texts = (getattr(x, name) for x in self._tracked_train(f"{name}s"))
                 return whole_documents([*first, *ids] for ids in encode_with_end(tokenizer, texts))
 
-            return self._tokens(name, tokenizer, pieces, None)
+            return self._tokens(name, tokenizer, pieces)
 
         return side("source", self._source, []), side("target", self._target, [self._target.bos_id])
 
@@ -90,7 +90,7 @@ class Translate(Task):
     def batch_plan(self) -> BatchPlan:
         data = self.config.data
         lengths = np.stack([side.sizes for side in self._train], axis=1)
-        limits = np.asarray([data.max_len, data.max_target_len or data.max_len])
+        limits = np.asarray([data.max_len, self._max_target_len])
         too_long = np.any(lengths > limits, axis=1)
         if data.too_long == "truncate":
             self.skipped = SkippedExamples(n_cut=int(too_long.sum()), max_len=data.max_len)
@@ -145,7 +145,7 @@ class Translate(Task):
         data = self.config.data
         if data.too_long == "truncate":
             sources = truncate(sources, data.max_len)[0]
-            targets = truncate(targets, data.max_target_len or data.max_len)[0]
+            targets = truncate(targets, self._max_target_len)[0]
         max_source, max_target = self._max_lengths
         source, padding_mask = self._pad(sources, self._source.pad_id, max_source)
         # Padded without <bos>: the decoder reads all but the last token, so this is its width.
@@ -156,8 +156,6 @@ class Translate(Task):
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         pairs = cast(Sequence[Pair], examples)
-        if not pairs:
-            return {}, []
         outputs = self.translate(model, [x.source for x in pairs], **decoding)
         references = [x.target for x in pairs]
         each = zip(pairs, outputs, metrics.sentence_chrf(outputs, references), strict=True)
