@@ -125,6 +125,18 @@ def test_a_text_ends_with_any_of_the_end_tokens(name: str, tmp_path: Path) -> No
     assert set(range(10, 18)).isdisjoint(token for row in searched for token in row)
 
 
+@pytest.mark.parametrize("beam", [1, 3])
+@torch.no_grad()
+def test_forbidden_tokens_never_occur(beam: int, tmp_path: Path) -> None:
+    """CTranslate2 forbids them before the softmax: the scores of its beams differ if they were likely, as here."""
+    sources, options = random_rows(10), {"beam": beam, "max_new_tokens": 12, "early_stopping": True}
+    usual = {token for row in TorchEngine(small("transformer-tiny")).write(sources, **options) for token in row}
+    model = small("transformer-tiny", forbidden_ids=tuple(sorted(usual)[:3]))
+    rows = [engine.write(sources, **options) for engine in (TorchEngine(model), engine_of(model, tmp_path / "ct2"))]
+    assert set(model.config.forbidden_ids).isdisjoint(token for texts in rows for row in texts for token in row)
+    assert rows[0] == rows[1] or beam > 1
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "said"),
     [

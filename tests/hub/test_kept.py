@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 
 from regard.errors import BadModelFile
@@ -97,10 +98,33 @@ def test_start_and_end_of_generation_config_come_first(
 
 
 def test_rules_for_tokens_that_are_not_followed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = directory("marian", tmp_path / "theirs", bad_words_ids=[[7]], forced_bos_token_id=3)
+    folder = directory("marian", tmp_path / "theirs", bad_words_ids=[[7]])
+    load(folder)
+    assert caplog.text == ""
+    folder = directory("marian", tmp_path / "theirs", bad_words_ids=[[7], [8, 9]], forced_bos_token_id=3)
     (folder / "generation_config.json").write_text('{"forced_bos_token_id": 5}')
     load(folder)
-    assert "forced_bos_token_id=5, bad_words_ids=[[7]]" in caplog.text
+    assert "forced_bos_token_id=5, bad_words_ids=[[8, 9]]" in caplog.text
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_tokens_that_no_text_may_contain(beam: int, tmp_path: Path) -> None:
+    """Every published Marian forbids its padding, whose logit is 0 and was never trained."""
+    ids: dict[str, Any] = {"pad_token_id": 7, "decoder_start_token_id": 7, "forced_eos_token_id": None}
+    folder = directory("marian", tmp_path / "theirs", **ids, bad_words_ids=[[7]])
+    theirs = hf.AutoModelForSeq2SeqLM.from_pretrained(folder)
+    with torch.no_grad():
+        theirs.final_logits_bias[0, 7] = 5.0
+    theirs.save_pretrained(folder)
+    model, source = load(folder), [4, 6, 9, 3]
+    lengths = {"max_new_tokens": 6, "num_beams": beam, "do_sample": False}
+    row = theirs.generate(torch.tensor([source]), **lengths)[0, 1:].tolist()
+    assert 7 not in row
+    for each in (model, load(model.save(tmp_path / "ours"))):
+        written = generate(each, [source], max_new_tokens=6, beam=beam)
+        assert written.hypotheses[0][0].tokens == row[: len(written.hypotheses[0][0].tokens)]
+        assert each.config.forbidden_ids == (7,)
+    assert 7 in generate(model, [source], max_new_tokens=6, beam=beam, logit_bias={7: 1.0}).tokens[0]
 
 
 def test_a_null_quantization_config_is_none(tmp_path: Path) -> None:

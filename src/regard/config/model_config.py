@@ -290,6 +290,8 @@ class ModelConfig(Config):
     """Token id that ends a text."""
     more_eos_ids: tuple[int, ...] = ()
     """Additional token ids that end a generated text (Llama 3 and Qwen, as tuned for chats)."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Token ids that no generated text contains (Marian's padding, whose logit was never trained)."""
     init_std: float | None = None
     """Standard deviation of normally distributed initial weights; None: Xavier-uniform, as in most tutorials."""
 

@@ -245,6 +245,7 @@ class Ct2Engine(Engine):
             "num_hypotheses": 1 if is_own_form else config.beam,
             "length_penalty": _exponent(config),
             "end_token": self.end_ids,
+            "suppress_sequences": [[self._target_tokens[index]] for index in self.config.forbidden_ids] or None,
             "return_end_token": True,  # its score was divided by the length that includes it
             "return_scores": not is_own_form,
         }

@@ -42,7 +42,7 @@ _POLICY = (
 )
 _CONFIG = (
     *("architecture", "source", "head", "problem_type", "norm_place", "pad_id", "bos_id", "eos_id", "more_eos_ids"),
-    *("image_size", "patch_size"),
+    *("forbidden_ids", "image_size", "patch_size"),
 )
 _NOT_SHIPPED = ("page/compare.mjs", f"page/{WORKER}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -141,13 +142,15 @@ def resolve_config(
 
 
 def merge_config(model: Model, config: GenerateConfig | None, fields: Mapping[str, Any]) -> GenerateConfig:
-    """A config with the given fields; the model's additional end tokens become stop sequences."""
+    """A config with the given fields and the model's rules: its additional end tokens stop a text, others never occur."""
     if config is None:
         config = GenerateConfig(**fields)
     elif fields:
         config = config.with_(**fields)
     ends = [(index,) for index in model.config.more_eos_ids if (index,) not in config.stop]
-    return config.with_(stop=(*config.stop, *ends)) if ends else config
+    forbidden = dict.fromkeys(model.config.forbidden_ids, -math.inf)
+    rules: dict[str, Any] = {"stop": (*config.stop, *ends)} if ends else {}
+    return config.with_(**rules | ({"logit_bias": forbidden | config.logit_bias} if forbidden else {}))
 
 
 def split_stops(stop: Stop) -> tuple[tuple[str, ...], list[int | Sequence[int]]]:

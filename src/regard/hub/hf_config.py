@@ -24,8 +24,8 @@ from .weight_steps import Step
 
 OWN_TYPE = "regard"
 _OWN_SECTION = "regard"
-# Settings that force or forbid tokens in transformers.
-_TOKEN_RULES = ("forced_bos_token_id", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens")
+# Settings of transformers that force tokens or forbid them at some places only.
+_TOKEN_RULES = ("forced_bos_token_id", "begin_suppress_tokens")
 _TOKEN_IDS = ("_token_id", "_token_ids", "bad_words_ids")
 _KINDS = ("architecture", "source")  # a difference in these is a different kind of model
 _MAX_LAYERS = 10_000  # families build lists of layers; a billion of them would not fit into memory
@@ -97,10 +97,13 @@ def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = N
             f"remove the section if the other fields are right"
         )
     settings = {**fields, **(generation or {})}
-    if rules := [f"{name}={settings[name]}"[:100] for name in _TOKEN_RULES if settings.get(name) is not None]:
-        _log.warning("texts follow %s in transformers, here only prefix=… and logit_bias=…", ", ".join(rules))
+    forbidden, sequences = _forbidden_ids(config, settings)
+    ignored = {name: settings.get(name) for name in _TOKEN_RULES} | {"bad_words_ids": sequences or None}
+    if rules := [f"{name}={value}"[:100] for name, value in ignored.items() if value is not None]:
+        hint = "give prefix=… or logit_bias=… for the same texts"
+        _log.warning("transformers generates with %s, which regard does not follow; %s", ", ".join(rules), hint)
     config = section_config or config.with_(**_generation_ids(config, generation or {}))
-    config = config.with_(more_eos_ids=_more_eos_ids(config, fields, generation or {}))
+    config = config.with_(more_eos_ids=_more_eos_ids(config, fields, generation or {}), forbidden_ids=forbidden)
     return ResolvedConfig(model_type, config, family.steps(config))
 
 
@@ -131,6 +134,14 @@ def _more_eos_ids(config: ModelConfig, *sources: Mapping[str, Any]) -> tuple[int
     return tuple(dict.fromkeys(x for x in ids if x != config.eos_id and 0 <= x < config.output_vocab_size))
 
 
+def _forbidden_ids(config: ModelConfig, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], list[Any]]:
+    """The tokens that no text may contain, and the sequences of tokens that none may, which regard does not follow."""
+    words, tokens = ([*(settings.get(name) or ())] for name in ("bad_words_ids", "suppress_tokens"))
+    ids = [*tokens, *(word[0] for word in words if isinstance(word, list) and len(word) == 1)]
+    forbidden = dict.fromkeys(x for x in ids if type(x) is int and 0 <= x < config.output_vocab_size)
+    return tuple(forbidden), [word for word in words if isinstance(word, list) and len(word) > 1]
+
+
 def write_config(config: ModelConfig) -> WrittenConfig:
     """Write a config as the first family that can read it back unchanged; as our own model_type if there is none."""
     attempts = [_attempt(family, config) for family in FAMILIES]
@@ -139,6 +150,8 @@ def write_config(config: ModelConfig) -> WrittenConfig:
         if not obstacles:
             if len(ends := list(dict.fromkeys((config.eos_id, *config.more_eos_ids)))) > 1:
                 fields["eos_token_id"] = ends
+            if config.forbidden_ids:
+                fields["bad_words_ids"] = [[index] for index in config.forbidden_ids]
             return WrittenConfig({**fields, _OWN_SECTION: section}, family.steps(config))
     # Report the obstacles of the nearest family; if that is another kind of model, only the difference in kind.
     nearest = min((obstacles for _, _, obstacles in attempts), key=_distance)

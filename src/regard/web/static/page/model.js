@@ -146,8 +146,11 @@ export class PageModel {
   get isEncoder() { return this.config.architecture === "encoder"; }
   get source() { return this.tokenizers.source; }
   get target() { return this.tokenizers.target ?? this.tokenizers.source; }
-  /** The ids that end a text, the model's eos first. */
-  get ends() { return [this.config.eos_id, ...this.config.more_eos_ids].filter((id) => id !== null); }
+  /** The ids that end a text, the model's eos first, and those that none contains. */
+  get rules() {
+    const { eos_id: eos, more_eos_ids: more, forbidden_ids: forbidden } = this.config;
+    return { ends: [eos, ...more].filter((id) => id !== null), forbidden };
+  }
   get targetLimit() { return this.config.max_target_len ?? this.config.max_len; }
 
   // ---- inputs
@@ -272,7 +275,7 @@ export class PageModel {
         throw new Failure(`prompt 0 has ${ids.length} tokens, and max_len=${this.config.max_len} leaves no room; truncate=True keeps its end`);
       }
       const limit = Math.min(generate.max_new_tokens ?? 128, this.config.max_len - ids.length);
-      generated = await write(new CachedDecoder(this, ids, {}, switches), generate, limit, this.ends, onToken);
+      generated = await write(new CachedDecoder(this, ids, {}, switches), generate, limit, this.rules, onToken);
       ids = [...ids, ...generated.tokens];
     }
     const rows = range(ids.length), out = await this.decode(ids, {}, switches, rows, rows.map(() => this.depth("decoder")));
@@ -293,7 +296,7 @@ export class PageModel {
       const longest = Math.max(1, Math.min(read.ids ? 2 * read.ids.length + 20 : Infinity, this.targetLimit - 1));
       const limit = Math.min(generate?.max_new_tokens ?? longest, this.targetLimit - 1);
       const prompt = bos === null ? [] : [bos];
-      generated = await write(new CachedDecoder(this, prompt, encoded, switches), generate ?? {}, limit, this.ends, onToken);
+      generated = await write(new CachedDecoder(this, prompt, encoded, switches), generate ?? {}, limit, this.rules, onToken);
       [ids, hasEnd] = [[...prompt, ...generated.tokens], generated.has_end];
     } else {
       ids = this.readTarget(target);

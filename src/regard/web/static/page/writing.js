@@ -59,16 +59,18 @@ function draw(logits, { temperature = 1, top_k: topK, top_p: topP }, random) {
 const breathe = () => new Promise((resolve) => setTimeout(resolve));
 
 /**
- * `engine`: {prefill(copies) → rows of logits, step(rows, tokens) → rows of logits}; `ends`: ids that end a text.
+ * `engine`: {prefill(copies) → rows of logits, step(rows, tokens) → rows of logits}; `rules`: the ids that end a text
+ * and those that none contains.
  * Returns {tokens without the end, has_end, steps, hypotheses}.
  */
-export async function write(engine, options, limit, ends, onToken = () => {}) {
-  if ((options.beam ?? 1) > 1) return beamSearch(engine, options, limit, ends);
+export async function write(engine, options, limit, rules, onToken = () => {}) {
+  if ((options.beam ?? 1) > 1) return beamSearch(engine, options, limit, rules);
+  const { ends, forbidden } = rules;
   const drawn = ["temperature", "top_k", "top_p"].some((name) => options[name] !== undefined && options[name] !== null);
   const random = randomNumbers(options.seed), tokens = [];
   let [logits] = await engine.prefill(1), score = 0, ended = false;
   while (tokens.length < limit) {
-    const token = drawn ? draw(logits, options, random) : argmax(logits);
+    const allowed = without(logits, forbidden), token = drawn ? draw(allowed, options, random) : argmax(allowed);
     score += logProbabilities(logits)[token];
     tokens.push(token);
     if ((ended = ends.includes(token))) break;
@@ -81,19 +83,26 @@ export async function write(engine, options, limit, ends, onToken = () => {}) {
   return { tokens: ended ? tokens.slice(0, -1) : tokens, has_end: own, steps: null, hypotheses };
 }
 
+/** Logits or log P in which the tokens `ids` cannot be chosen. */
+function without(row, ids) {
+  const allowed = ids.length ? row.slice() : row;
+  for (const id of ids) allowed[id] = -Infinity;
+  return allowed;
+}
+
 /** The length penalty that divides log P: n^α, or ((5 + n) / 6)^α (Wu et al. 2016, eq. 14). */
 function penalty({ length_penalty: alpha = 1, penalty_form: form = "hf" }, n) {
   return (form === "hf" ? n : (5 + n) / 6) ** alpha;
 }
 
 /** Beam search with k beams; ended hypotheses go into a pool of the k best. */
-async function beamSearch(engine, options, limit, ends) {
+async function beamSearch(engine, options, limit, { ends, forbidden }) {
   const k = options.beam, nCandidates = Math.max(2, 1 + ends.length) * k;
   let beams = [{ score: 0, tokens: [] }], pool = [], open = true;
   let rows = await engine.prefill(1);
   const steps = [];
   for (let step = 0; open; step++) {
-    const all = beams.flatMap((beam, b) => largest(logProbabilities(rows[b]), nCandidates)
+    const all = beams.flatMap((beam, b) => largest(without(logProbabilities(rows[b]), forbidden), nCandidates)
       .map(([x, token]) => ({ score: Math.fround(x + beam.score), beam: b, token })));
     const best = all.sort((a, b) => b.score - a.score || a.beam - b.beam || a.token - b.token).slice(0, nCandidates);
     const atLimit = step + 1 >= limit, isEnd = ({ token }) => ends.includes(token);
