@@ -21,7 +21,7 @@ from ..errors import BadData, UsageError
 from ..foundation.plugins import import_optional
 from .examples import ReadReport
 from .source_files import COLUMN_NAMES, IMAGE_SUFFIXES, has_header
-from .table_files import csv_delimiter, open_parquet, parquet_rows, read_lines, suffix_of, table_records
+from .table_files import csv_delimiter, json_list, open_parquet, parquet_rows, read_lines, suffix_of, table_records
 
 RecordForm = Literal["lines", "csv", "tsv", "jsonl", "parquet", "folder"]
 TABLE_SUFFIXES: dict[str, RecordForm] = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -64,6 +64,8 @@ def free_name(name: str, columns: Sequence[str]) -> str:
 
 
 def form_of(path: Path) -> RecordForm:
+    if suffix_of(path) == ".json":  # a list of objects; answers are written as lines of JSON
+        return "jsonl"
     return "folder" if path.is_dir() else TABLE_SUFFIXES.get(suffix_of(path), "lines")
 
 
@@ -105,7 +107,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
     else:
         names = list(open_parquet(path).schema_arrow.names)
     requested = [column] if column is None or column in names else column.split(",")
-    chosen = [_choose_column(path, names, name, images, nested=form == "jsonl") for name in requested]
+    chosen = [_choose_column(path, names, name, images, nested=form in ("jsonl", "parquet")) for name in requested]
     folder = path.parent if images else None
     has_pairs = len(chosen) > 1
 
@@ -162,16 +164,20 @@ def _fields(
 
 
 def _jsonl_objects(path: Path, options: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, record in enumerate(json_list(path), 1) if suffix_of(path) == ".json" else _json_lines(path, options):
+        if not isinstance(record, dict):
+            raise BadData(f"{path}:{number}: {type(record).__name__} instead of an object")
+        yield number, record
+
+
+def _json_lines(path: Path, options: DataConfig) -> Iterator[tuple[int, Any]]:
     report = ReadReport()
     for number, line in read_lines(path, report, options):
         _refuse_bad(report)
         try:
-            record = json.loads(line or "") if (line or "").strip() else {}
+            yield number, json.loads(line or "") if (line or "").strip() else {}
         except (ValueError, RecursionError) as error:
             raise BadData(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise BadData(f"{path}:{number}: {type(record).__name__} instead of an object")
-        yield number, record
 
 
 def _line_records(path: Path, options: DataConfig) -> Iterator[Record]:
@@ -204,7 +210,12 @@ def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder:
     if value is None:
         return ""
     if isinstance(value, dict | list):
-        raise BadData(f"{path}:{line}: {column!r} is not a text but a {type(value).__name__}")
+        hint = (
+            f"; say which part to read: column={column}.{next(iter(value))}"
+            if isinstance(value, dict) and value
+            else ""
+        )
+        raise BadData(f"{path}:{line}: {column!r} is not a text but a {type(value).__name__}{hint}")
     return str(folder / str(value)) if folder is not None and str(value).strip() else str(value)
 
 

@@ -95,7 +95,7 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     """Detect the kind of a table and its columns; ValueError if the options must say which columns to use."""
     if form in ("jsonl", "json", "parquet"):
         return _object_schema(path, form, options)
-    records = islice(table_files.table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
+    records = islice(table_files.table_rows(path, form, ReadReport(), options), _SAMPLE_ROWS)
     rows = [cells for _, cells in records if cells is not None]
     if not rows:
         return Schema(options.kind or "pairs", options.columns or (0, 1), header=False, width=None)
@@ -109,7 +109,12 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     if options.columns is not None:
         kind = options.kind or _guess_kind(body, keys, options.columns, header, options.labels)
         return Schema(kind, options.columns, header)
-    width = len(rows[0])
+    return _guess_columns(path, keys, body, header, options)
+
+
+def _guess_columns(path: Path, keys: list[str], body: list[list[str]], header: bool, options: DataConfig) -> Schema:
+    """The schema of a table of one or two columns, from its content; ValueError if it has more."""
+    width = len(keys)
     if width == 1 and options.kind in (None, "text"):
         return Schema("text", (0,), header, 1)
     if width != 2:
@@ -172,12 +177,10 @@ def _suggest_columns(keys: list[str], kind: Kind) -> str:
 
 
 def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
-    keys: list[str] = []
-    for _, record in islice(table_files.object_records(path, form, ReadReport(), options), 50):
-        if isinstance(record, dict):
-            both = record.get("translation")
-            keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(record)
-            break
+    records = islice(table_files.object_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
+    objects = [record for _, record in records if isinstance(record, dict)]
+    both = objects[0].get("translation") if objects else None
+    keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(objects[0] if objects else ())
     if options.columns is not None:
         columns = tuple(keys[x] if isinstance(x, int) and x < len(keys) else x for x in options.columns)
         if form == "parquet":
@@ -185,9 +188,12 @@ def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
         return _schema_of_columns(columns, options.kind)
     if len(keys) == 2 and all(key.startswith("translation.") for key in keys):
         return Schema("pairs", tuple(keys), header=True)
-    if (guess := schema_of_keys(keys, options.kind)) is None:
-        raise ValueError(f"{path} has the fields {', '.join(keys) or 'none'}; say which to use: columns=a,b")
-    return guess
+    if (guess := schema_of_keys(keys, options.kind)) is not None:
+        return guess
+    if not keys:  # reading the file reports its lines
+        return Schema(options.kind or "pairs", ("source", "target"), header=True)
+    guess = _guess_columns(path, keys, [[str(x.get(key, "")) for key in keys] for x in objects], True, options)
+    return replace(guess, columns=tuple(keys[int(index)] for index in guess.columns))
 
 
 def _check_columns(name: str | Path, columns: Sequence[str | int], keys: Sequence[str]) -> None:
@@ -289,7 +295,7 @@ def find_source_files(name: str, options: DataConfig) -> SourceFiles:
 
 def _from_file(path: Path, options: DataConfig) -> SourceFiles:
     form = options.format or detect_format(path, options)
-    if form == "captions" and options.kind in ("chats", "preferences"):
+    if form == "captions" and options.format is None and not table_files.holds_captions(path):
         form = "json"
     match form:
         case "text":
