@@ -354,6 +354,12 @@ def test_int8_is_held_to_the_bound_on_texts_that_was_asked_for_and_to_no_other(t
     assert "every bound holds" in command(*words, "--same-text", 0).stdout
 
 
+def test_a_classifier_has_no_texts_to_measure(tmp_path: Path) -> None:
+    classifier().save(tmp_path / "model")
+    shown = command(tmp_path / "model", "int8", tmp_path / "out", "--shapes", 4, "--no-compile")
+    assert "every bound holds" in shown.stdout
+
+
 @pytest.mark.slow
 def test_the_compiled_graph_is_among_them(tmp_path: Path) -> None:
     path = export(small("transformer-tiny", n_layers=1), "safetensors", tmp_path / "out", n_shapes=12)

@@ -387,7 +387,8 @@ def classify(
     records = terminal.read_records(inputs, file, column, encoding, stream=stream, images=images)
     has_pairs = second is not None or (records is not None and records.has_pairs)
     options: dict[str, Any] = {"top": top, "probabilities": probabilities, "has_pairs": has_pairs}
-    answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
+    with terminal.usage_errors("top", "probabilities", "threshold"):
+        answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
     settings = {"engine": engine, "dtype": dtype, "truncate": truncate, "threshold": threshold, "classes": classes}
     settings |= without_none(template=template)
     predict(ctx, model, opened.config.max_len, answerer, records, out, as_json, settings)
