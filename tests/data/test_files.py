@@ -767,6 +767,13 @@ def test_a_header_is_told_from_data(tmp_path: Path, head: str, rows: list[str], 
     assert len(source.train) == len(rows) + (not header)
 
 
+@pytest.mark.parametrize("name", ["text", "Review", "sentence", "source", "리뷰"])
+def test_the_only_column_may_have_any_known_name(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "one.csv", f"{name}\nI loved it\nboring\n")
+    assert [record.text for record in open_records(path).read()] == ["I loved it", "boring"]
+    assert list(open_source(path, valid_fraction=0.0).train) == [Text("I loved it"), Text("boring")]
+
+
 def test_same_names_in_different_folders_are_different_images(tmp_path: Path) -> None:
     for name, colour in (("circle", 10), ("square", 200)):
         (tmp_path / name).mkdir()

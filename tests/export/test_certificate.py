@@ -14,6 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from generation.spoken import classifier
 from models.small import shaken, small
 from processor import needs_vnni
 from regard.cli.export_command import export as export_command

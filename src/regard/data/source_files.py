@@ -6,6 +6,7 @@ Format and columns are detected from a file's name and its first lines; an optio
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -137,7 +138,8 @@ def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
     """
     names = [cell.strip() for cell in rows[0]] if rows else []
     if len(names) < 2:
-        return len(names) == 1 and names[0].lower() in COLUMN_NAMES["text"][:2] and len(rows) > 1
+        known = (*COLUMN_NAMES["text"], *COLUMN_NAMES["source"])
+        return len(names) == 1 and unicodedata.normalize("NFC", names[0]).lower() in known and len(rows) > 1
     if schema_of_keys(names, kind) is not None or schema_of_keys(names, None) is not None:
         return True
     columns = [[row[index].strip() for row in rows[1:] if len(row) == len(names)] for index in range(len(names))]
