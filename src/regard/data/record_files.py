@@ -20,7 +20,7 @@ from ..config import DataConfig
 from ..errors import BadData, UsageError
 from ..foundation.plugins import import_optional
 from .examples import ReadReport
-from .source_files import COLUMN_NAMES, IMAGE_SUFFIXES, has_header
+from .source_files import COLUMN_NAMES, FORMATS, IMAGE_SUFFIXES, has_header
 from .table_files import csv_delimiter, json_list, open_parquet, parquet_rows, read_lines, suffix_of, table_records
 
 RecordForm = Literal["lines", "csv", "tsv", "jsonl", "parquet", "folder"]
@@ -51,6 +51,7 @@ class Records:
     delimiter: str = ","
     column: str = "text"  # the column the model reads, or two of them as "a,b"
     has_pairs: bool = False  # whether two columns are read; their texts are joined by a tab
+    encoding: str = "auto"
 
     def place(self, line: int) -> str:
         """The location of a record for messages: ``reviews.csv:8``."""
@@ -90,8 +91,10 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
         if not images:
             raise UsageError(f"{path} is a folder of images, and texts are needed")
         return Records(str(path), form, ("image",), lambda: _folder_records(path))
+    if form == "lines" and FORMATS.get(suffix_of(path)) == "conll":
+        raise UsageError(f"{path} holds words with their tags; predictions need a sentence on each line")
     if form == "lines":
-        return Records(str(path), form, ("text",), lambda: _line_records(path, options))
+        return Records(str(path), form, ("text",), lambda: _line_records(path, options), encoding=encoding)
     header, delimiter = True, ","
     if form in ("csv", "tsv"):
         records = islice(table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
@@ -117,7 +120,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
             text = "\t".join(cell.replace("\t", " ") for cell in cells) if has_pairs else cells[0]
             yield Record(line, text, fields)
 
-    return Records(str(path), form, tuple(names), read, header, delimiter, ",".join(chosen), has_pairs)
+    return Records(str(path), form, tuple(names), read, header, delimiter, ",".join(chosen), has_pairs, encoding)
 
 
 def _choose_column(path: Path, names: Sequence[str], requested: str | None, images: bool, nested: bool) -> str:

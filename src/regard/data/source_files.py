@@ -27,7 +27,7 @@ from .images import read_idx
 from .table_files import Row, Schema, read_lines, stem_of, suffix_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_FORMATS: dict[str, Format] = {
+FORMATS: dict[str, Format] = {
     **{".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"},
     **{".json": "captions", ".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
 }
@@ -83,7 +83,7 @@ _COLUMNS_OF: dict[Kind, tuple[tuple[str, ...], ...]] = {
 
 def detect_format(path: Path, options: DataConfig) -> Format:
     """The format by suffix. With .txt or an unknown suffix, tsv if all the first lines have the same number of tabs."""
-    if (by_suffix := _FORMATS.get(suffix_of(path))) is not None:
+    if (by_suffix := FORMATS.get(suffix_of(path))) is not None:
         return by_suffix
     if "idx3-ubyte" in path.name or "idx4-ubyte" in path.name:
         return "idx"
@@ -138,8 +138,8 @@ def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
     """
     names = [cell.strip() for cell in rows[0]] if rows else []
     if len(names) < 2:
-        known = (*COLUMN_NAMES["text"], *COLUMN_NAMES["source"])
-        return len(names) == 1 and unicodedata.normalize("NFC", names[0]).lower() in known and len(rows) > 1
+        texts = (*COLUMN_NAMES["text"], *COLUMN_NAMES["source"])
+        return len(names) == 1 and unicodedata.normalize("NFC", names[0]).lower() in texts and len(rows) > 1
     if schema_of_keys(names, kind) is not None or schema_of_keys(names, None) is not None:
         return True
     columns = [[row[index].strip() for row in rows[1:] if len(row) == len(names)] for index in range(len(names))]
@@ -357,7 +357,7 @@ def _from_folder(path: Path, options: DataConfig) -> SourceFiles:
 
 def _from_parts(path: Path, files: list[Path], options: DataConfig, like: SourceFiles | None = None) -> SourceFiles:
     """The files of one part of a folder; ``like`` is the training part, whose columns the held-out part shares."""
-    tables = [file for file in files if suffix_of(file) in _FORMATS]
+    tables = [file for file in files if suffix_of(file) in FORMATS]
     if tables or len(files) == 1:
         if like is not None and like.schema is not None:
             options = options.with_(kind=like.kind)
