@@ -774,6 +774,23 @@ def test_the_only_column_may_have_any_known_name(tmp_path: Path, name: str) -> N
     assert list(open_source(path, valid_fraction=0.0).train) == [Text("I loved it"), Text("boring")]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "text"}, "has 2 columns without names; say which to use: columns=0$"),
+        ({"kind": "triplets"}, "has 2 columns without names; say which to use: columns=0,1,2"),
+        ({"kind": "questions"}, "has 2 columns without names; say which to use: columns=0,1,2"),
+        ({"kind": "text", "columns": (0, 1)}, "columns=0,1: .* is read for text, not 2 columns"),
+        ({"kind": "triplets", "columns": (0, 1)}, "is read for anchor and positive and negative, not 2 columns"),
+        ({"kind": "pairs", "columns": (0, 1, 0)}, "is read for source and target, not 3 columns"),
+    ],
+)
+def test_a_kind_takes_its_own_number_of_columns(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "p.tsv", "".join(f"{pair.source}\t{pair.target}\n" for pair in PAIRS))
+    with pytest.raises(ValueError, match=message):
+        open_source(path, **options)
+
+
 def test_same_names_in_different_folders_are_different_images(tmp_path: Path) -> None:
     for name, colour in (("circle", 10), ("square", 200)):
         (tmp_path / name).mkdir()

@@ -96,6 +96,8 @@ def generate(
     A model with a chat template, such as one from `regard train sft`, answers the prompt as a message.
     """
     options = terminal.check_generation(**{name: ctx.params[name] for name in _SEARCH_OPTIONS})
+    if seed is not None and options.keys().isdisjoint(("temperature", "top_k", "top_p", "min_p")):
+        raise UsageError(f"--seed {seed} is for sampling: --temperature T, --top-k, --top-p or --min-p sample")
     from regard.data.record_files import form_of
     from regard.generation.text_generation import check_can_continue
 

@@ -115,15 +115,16 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
 
 def _guess_columns(path: Path, keys: list[str], body: list[list[str]], header: bool, options: DataConfig) -> Schema:
     """The schema of a table of one or two columns, from its content; ValueError if it has more."""
-    width = len(keys)
+    width, needed = len(keys), _COLUMNS_OF[options.kind][-1] if options.kind else ()
     if width == 1 and options.kind in (None, "text"):
         return Schema("text", (0,), header, 1)
-    if width != 2:
+    if width != 2 or len(needed) not in (0, 2):
         if header:
-            roles = " and ".join(_COLUMNS_OF[options.kind][-1]) if options.kind else "to be used"
+            roles = " and ".join(needed) or "to be used"
             hint = f"columns={_suggest_columns(keys, options.kind or 'pairs')}"
             raise ValueError(f"{path} has the columns {', '.join(keys)}; say which are {roles}: {hint}")
-        raise ValueError(f"{path} has {width} columns without names; say which to use: columns=0,1")
+        hint = f"columns={','.join(map(str, range(len(needed) or 2)))}"
+        raise ValueError(f"{path} has {width} columns without names; say which to use: {hint}")
     kind = options.kind or _guess_kind(body, keys, (0, 1), header, options.labels, any_order=True)
     label_first = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2], options.labels)
     columns = (1, 0) if label_first else (0, 1)
@@ -310,9 +311,19 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
             return SourceFiles("conll", "tagged", (path,))
         case "tsv" | "csv" | "jsonl" | "json" | "parquet":
             schema = detect_schema(path, form, options)
+            _check_count(path, schema)
             images = _image_folder(path, options) if schema.kind in ("captions", "images") else None
             return SourceFiles(form, schema.kind, (path,), schema, images)
     raise ValueError(f"{path} is a single file, which format={form!r} cannot describe")
+
+
+def _check_count(path: Path, schema: Schema) -> None:
+    """Raise ValueError if the chosen columns are too few or too many for the kind."""
+    counts = [len(parts) for parts in _COLUMNS_OF[schema.kind]]
+    n, most = len(schema.columns), {"labelled": 3, "questions": 100}.get(schema.kind, max(counts))
+    if not min(counts) <= n <= most:
+        roles = " and ".join(_COLUMNS_OF[schema.kind][-1])
+        raise ValueError(f"columns={','.join(map(str, schema.columns))}: {path} is read for {roles}, not {n} columns")
 
 
 def _from_tables(name: str, paths: list[Path], options: DataConfig) -> SourceFiles:
