@@ -57,6 +57,7 @@ FORMS = {
     "tabs.txt": "Go.\t가.\nHi.\t안녕.\nRun!\t뛰어!\n",
     "header.tsv": "source\ttarget\nGo.\t가.\nHi.\t안녕.\nRun!\t뛰어!\n",
     "p.csv": 'source,target\nGo.,가.\n"Hi.",안녕.\nRun!,"뛰어!"\n',
+    "tabs.csv": 'source\ttarget\nGo.\t가.\nHi.\t안녕.\n"Run!"\t뛰어!\n',
     "semicolons.csv": "source;target\nGo.;가.\nHi.;안녕.\nRun!;뛰어!\n",
     "p.jsonl": "".join(json.dumps({"source": p.source, "target": p.target, "n": 1}) + "\n" for p in PAIRS),
     "t.jsonl": "".join(json.dumps({"translation": {"en": p.source, "ko": p.target}}) + "\n" for p in PAIRS),

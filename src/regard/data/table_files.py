@@ -235,8 +235,8 @@ def table_records(
 ) -> Iterator[tuple[int, list[str] | None]]:
     """(line number, all cells) of each record; the cells are None if it was recorded as bad.
 
-    TSV separates cells by tabs, without quoting or escapes. CSV separates them by commas, or by semicolons if the first
-    line has more of those; quoted cells may contain newlines.
+    TSV separates cells by tabs, without quoting or escapes. CSV separates them by commas, or by semicolons or tabs if
+    the first line has more of those; quoted cells may contain newlines.
     """
     if form == "csv":
         yield from _csv_records(path, report, options)
@@ -246,10 +246,10 @@ def table_records(
 
 
 def csv_delimiter(path: Path, encoding: str) -> str:
-    """A semicolon if the first line has more of them than commas, else a comma."""
+    """The one of comma, semicolon and tab that the first line has most often."""
     with open_utf8(path, encoding) as file:
-        first = file.readline(65536)
-    return ";" if first.count(b";") > first.count(b",") else ","
+        first = file.readline(65536).decode("utf-8", "replace")
+    return max(",;\t", key=first.count)
 
 
 def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
