@@ -337,6 +337,16 @@ def test_blank_lines_between_the_rows_of_a_table_are_no_rows(tmp_path: Path, nam
     assert (list(source.train), source.report.n_read, source.report.n_bad) == (PAIRS[:2], 2, 0)
 
 
+def test_held_out_examples_that_are_all_trained_on_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [f"{pair.source}\t{pair.target}\n" for pair in PAIRS]
+    path, copy = write(tmp_path / "p.tsv", "".join(rows)), write(tmp_path / "copy.tsv", "".join(rows))
+    open_source(path, valid=str(copy))
+    assert "p.tsv: the held-out examples are the training examples themselves" in caplog.text
+    caplog.clear()
+    open_source(path, valid=str(write(tmp_path / "one.tsv", rows[0])))
+    assert not caplog.text
+
+
 def test_a_column_name_that_occurs_twice_is_not_chosen_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / "twice.csv", "text,text,label\nno,a,x\nno,b,y\nno,c,x\n")
     with pytest.raises(ValueError, match=r"twice.csv has several columns 'text'; choose by number: columns=0,2"):
