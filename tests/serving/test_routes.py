@@ -101,7 +101,7 @@ def test_every_kind_of_label_is_answered_as_the_command_answers_it() -> None:
             ({"model": "one", "text": ["a", "b"], "second": "c"}, "there are 2 texts and 1 second texts"),
             ({"model": "one", "text": "a", "second": " "}, "one of the two texts of the pair is empty"),
             ({"model": "tagger", "text": "a", "second": "b"}, "this model reads one text at a time"),
-            ({"model": "rater", "text": "a", "threshold": 0.5}, "threshold=0.5 is for classes"),
+            ({"model": "rater", "text": "a", "threshold": 0.5}, "threshold=0.5 is for classes, which"),
             ({"model": "one", "text": "a", "second": "b", "attention": {}}, "the attention of a pair"),
             ({"model": "tagger", "text": ""}, "empty"),
         ):

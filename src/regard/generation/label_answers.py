@@ -28,7 +28,7 @@ def label_answerer(
     given = {"top": top if top > 1 else None, "probabilities": probabilities or None, "threshold": threshold}
     extra = [f"{name}={value}" for name, value in given.items() if value is not None]
     if extra and (is_number or is_tagger):
-        raise ValueError(f"{extra[0]} is for classes; this model {'tags words' if is_tagger else 'predicts a number'}")
+        raise ValueError(f"{extra[0]} is for classes, which this model does not predict")
     if has_pairs and (is_tagger or model.config.source == "image"):
         raise ValueError(f"this model reads one {model.config.source} at a time, not pairs of texts")
     if is_tagger:
