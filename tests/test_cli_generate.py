@@ -119,6 +119,11 @@ def test_every_option_of_generate_reaches_the_model(models: dict[str, Path], cap
         assert made[0] in lines
 
 
+def test_a_seed_without_sampling_is_refused(models: dict[str, Path], capsys: Said) -> None:
+    assert run("generate", models["speaker"], "the cat", "--seed", 3) == 2
+    assert "--seed 3 is for sampling: --temperature T" in capsys.readouterr().err
+
+
 def test_a_draft_is_reported(models: dict[str, Path], capsys: Said) -> None:
     path = models["speaker"]
     alone = told(capsys, "generate", path, "the cat", "--max-new-tokens", 10)

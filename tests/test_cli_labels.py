@@ -81,8 +81,18 @@ def test_numbers(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureF
     (result,) = json.loads(said(capsys, model, "a man plays", "--json"))["results"]
     assert result["value"] == pytest.approx(expected.value)
     (tmp_path / "t.csv").write_text("text\na man plays\n", encoding="utf-8")
-    table = said(capsys, model, "--file", str(tmp_path / "t.csv"), "--column", "text", "--probabilities")
+    table = said(capsys, model, "--file", str(tmp_path / "t.csv"), "--column", "text")
     assert table.splitlines()[0] == "text,predicted_value"
+
+
+@pytest.mark.parametrize("kind", ["regression", "tag"])
+@pytest.mark.parametrize("words", [["--threshold", "0.5"], ["--top", "2"], ["--probabilities"]])
+def test_an_option_for_classes_is_refused_where_there_are_none(
+    models: dict[str, str], kind: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["classify", models[kind], "a man plays", *words]) == 2
+    assert f"{words[0]} " in capsys.readouterr().err
+    assert cli.main(["classify", models["tag"], "a man plays", "--second", "b"]) == 2
 
 
 def test_tags(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

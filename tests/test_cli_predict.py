@@ -19,6 +19,7 @@ from child_process import child_process
 from forked_shell import Shell
 from generation.spoken import captioner, classifier, image_classifier, language_model, picture, translator
 from regard import cli
+from regard.generation.bulk_prediction import newest_weights
 
 Said = pytest.CaptureFixture[str]
 REVIEWS = [("the cat sat", "good"), ('a dog ran, "fast"', "bad"), ("", "bad"), ("고양이가\n앉았다.", "good")]
@@ -297,8 +298,40 @@ def test_answers_of_another_file_or_setting_are_not_gone_on_with(
     path.write_text("the cat\na dog\n", encoding="utf-8")
     (tmp_path / "out.txt.partial").write_text('{"model": "another"}\n{"label": "x", "probability": 1, "all": {}}\n')
     assert run("classify", models["classifier"], "--file", path, "--out", out) == 0
-    assert "answered before" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "answered before" not in said
+    assert "out.txt.partial holds answers of another command, file or model: starting from the first row" in said
     assert out.read_text() == told(capsys, "classify", models["classifier"], "the cat", "a dog")
+
+
+def test_answers_to_a_file_read_in_another_encoding_are_not_gone_on_with(
+    models: dict[str, Path], tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.txt").write_bytes("고양이\n".encode("cp949"))
+    words = ["classify", models["classifier"], "--file", tmp_path / "in.txt", "--out", tmp_path / "out.txt"]
+
+    def stop(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("regard.generation.bulk_prediction.atomic_file", stop)  # all answers, and no output
+    for encoding in ("latin-1", "auto"):
+        assert run(*words, "--encoding", encoding) == 130
+    assert "starting from the first row" in capsys.readouterr().err
+
+
+def test_words_with_their_tags_are_no_lines_of_text(models: dict[str, Path], tmp_path: Path, capsys: Said) -> None:
+    (tmp_path / "people.conll").write_text("Anna B-PER\nsleeps O\n")
+    assert run("classify", models["classifier"], "--file", tmp_path / "people.conll") == 2
+    assert (
+        "people.conll holds words with their tags; predictions need a sentence on each line" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors", "ctranslate2/model.bin", "onnx/decoder.onnx"])
+def test_weights_of_any_format_have_an_age(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"")
+    assert newest_weights(str(tmp_path)) == newest_weights(str(tmp_path / name)) > 0
 
 
 # ---- lines

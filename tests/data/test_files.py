@@ -57,6 +57,7 @@ FORMS = {
     "tabs.txt": "Go.\t가.\nHi.\t안녕.\nRun!\t뛰어!\n",
     "header.tsv": "source\ttarget\nGo.\t가.\nHi.\t안녕.\nRun!\t뛰어!\n",
     "p.csv": 'source,target\nGo.,가.\n"Hi.",안녕.\nRun!,"뛰어!"\n',
+    "tabs.csv": 'source\ttarget\nGo.\t가.\nHi.\t안녕.\n"Run!"\t뛰어!\n',
     "semicolons.csv": "source;target\nGo.;가.\nHi.;안녕.\nRun!;뛰어!\n",
     "p.jsonl": "".join(json.dumps({"source": p.source, "target": p.target, "n": 1}) + "\n" for p in PAIRS),
     "t.jsonl": "".join(json.dumps({"translation": {"en": p.source, "ko": p.target}}) + "\n" for p in PAIRS),
@@ -171,7 +172,7 @@ def test_parquet_is_read_as_other_tables_are(tmp_path: Path) -> None:
     for column in ("ko", "ko.more", 3):
         with pytest.raises(ValueError, match=rf"columns has '?{column}'?, but .* has the columns n, source, target"):
             open_source(path, columns=("source", column))
-    with pytest.raises(ValueError, match="has the fields n, en, ko; say which to use"):
+    with pytest.raises(ValueError, match="has the columns n, en, ko; say which are to be used: columns=en,ko"):
         open_source(parquet(tmp_path / "odd.parquet", dict(zip(("n", "en", "ko"), ours.values(), strict=True))))
 
 
@@ -245,7 +246,6 @@ REASONS = {
     5: "empty: column 1 of 2",
     6: "empty: column 2 of 2",
     7: "line too long: 1,000,003 bytes, more than max_chars=100000",
-    8: "wrong column count: 1 instead of 2",
     9: "a NUL character: the file may not be text",
 }
 
@@ -267,9 +267,9 @@ def test_bad_lines_are_left_out_when_told_to_and_counted_and_said(
     with caplog.at_level(logging.WARNING):
         source = open_source(path, kind="pairs", bad_lines="skip", valid_fraction=0.0)
     assert list(source.train) == PAIRS[:2]
-    assert (source.report.n_read, source.report.n_bad) == (10, 8)
-    assert source.report.reasons["wrong column count"] == 3
-    assert "8 bad lines of 10; left out" in caplog.text
+    assert (source.report.n_read, source.report.n_bad) == (9, 7)  # a blank line is none
+    assert source.report.reasons["wrong column count"] == 2
+    assert "7 bad lines of 9; left out" in caplog.text
 
 
 def test_the_first_twenty_are_listed_and_all_are_counted(tmp_path: Path) -> None:
@@ -321,6 +321,50 @@ def test_bad_json_lines(tmp_path: Path, line: str, reason: str) -> None:
         open_source(path)
     assert caught.value.lines[0].line == 2
     assert caught.value.lines[0].reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.tsv", "\n{}\t{}\n\n{}\t{}\n\n"),
+        ("p.csv", "\nsource,target\n\n{},{}\n  \n{},{}\n\n"),
+        ("p.jsonl", '\n{{"source": "{}", "target": "{}"}}\n\n{{"source": "{}", "target": "{}"}}\n\n'),
+    ],
+)
+def test_blank_lines_between_the_rows_of_a_table_are_no_rows(tmp_path: Path, name: str, text: str) -> None:
+    path = write(tmp_path / name, text.format(*(side for pair in PAIRS[:2] for side in (pair.source, pair.target))))
+    source = open_source(path, valid_fraction=0.0)
+    assert (list(source.train), source.report.n_read, source.report.n_bad) == (PAIRS[:2], 2, 0)
+
+
+def test_held_out_examples_that_are_all_trained_on_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [f"{pair.source}\t{pair.target}\n" for pair in PAIRS]
+    path, copy = write(tmp_path / "p.tsv", "".join(rows)), write(tmp_path / "copy.tsv", "".join(rows))
+    open_source(path, valid=str(copy))
+    assert "p.tsv: the held-out examples are the training examples themselves" in caplog.text
+    caplog.clear()
+    open_source(path, valid=str(write(tmp_path / "one.tsv", rows[0])))
+    assert not caplog.text
+
+
+def test_a_column_name_that_occurs_twice_is_not_chosen_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "twice.csv", "text,text,label\nno,a,x\nno,b,y\nno,c,x\n")
+    with pytest.raises(ValueError, match=r"twice.csv has several columns 'text'; choose by number: columns=0,2"):
+        open_source(path)
+    source = open_source(path, columns=(1, 2), header=True, kind="labelled", valid_fraction=0.0)
+    assert list(source.train) == [Labelled("a", 0), Labelled("b", 1), Labelled("c", 0)]
+
+
+def test_objects_of_two_fields_with_other_names_are_guessed_as_tables_are(tmp_path: Path) -> None:
+    for name in ("p.jsonl", "p.json"):
+        objects = [json.dumps({"en": pair.source, "ko": pair.target}) for pair in PAIRS]
+        path = write(tmp_path / name, "\n".join(objects) if name == "p.jsonl" else f"[{','.join(objects)}]")
+        assert list(open_source(path, valid_fraction=0.0).train) == PAIRS
+    stars = [json.dumps({"stars": n % 2, "review": f"a film of {n} minutes"}) for n in range(8)]
+    path = write(tmp_path / "stars.jsonl", "\n".join(stars))
+    assert open_source(path, kind="labelled", valid_fraction=0.0).train[1] == Labelled("a film of 1 minutes", 1)
+    path = write(tmp_path / "alpaca.json", json.dumps([{"instruction": "Add 1 and 2.", "input": "", "output": "3"}]))
+    assert open_source(path, valid_fraction=0.0).kind == "chats"
 
 
 def test_bad_csv_records_are_named_by_the_line_they_start_in(tmp_path: Path) -> None:
@@ -734,6 +778,30 @@ def test_a_header_is_told_from_data(tmp_path: Path, head: str, rows: list[str], 
     assert len(source.train) == len(rows) + (not header)
 
 
+@pytest.mark.parametrize("name", ["text", "Review", "sentence", "source", "리뷰"])
+def test_the_only_column_may_have_any_known_name(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "one.csv", f"{name}\nI loved it\nboring\n")
+    assert [record.text for record in open_records(path).read()] == ["I loved it", "boring"]
+    assert list(open_source(path, valid_fraction=0.0).train) == [Text("I loved it"), Text("boring")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "text"}, "has 2 columns without names; say which to use: columns=0$"),
+        ({"kind": "triplets"}, "has 2 columns without names; say which to use: columns=0,1,2"),
+        ({"kind": "questions"}, "has 2 columns without names; say which to use: columns=0,1,2"),
+        ({"kind": "text", "columns": (0, 1)}, "columns=0,1: .* is read for text, not 2 columns"),
+        ({"kind": "triplets", "columns": (0, 1)}, "is read for anchor and positive and negative, not 2 columns"),
+        ({"kind": "pairs", "columns": (0, 1, 0)}, "is read for source and target, not 3 columns"),
+    ],
+)
+def test_a_kind_takes_its_own_number_of_columns(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "p.tsv", "".join(f"{pair.source}\t{pair.target}\n" for pair in PAIRS))
+    with pytest.raises(ValueError, match=message):
+        open_source(path, **options)
+
+
 def test_same_names_in_different_folders_are_different_images(tmp_path: Path) -> None:
     for name, colour in (("circle", 10), ("square", 200)):
         (tmp_path / name).mkdir()
@@ -761,3 +829,16 @@ def test_half_of_a_surrogate_pair_goes_out_as_it_came_in(tmp_path: Path) -> None
     (record,) = records.read()
     assert row_encoder("jsonl", records, {})(record.fields) == path.read_bytes()
     assert row_encoder("tsv", records, {})(record.fields) == "\ud800 가\n".encode("utf-8", "surrogatepass")
+
+
+def test_records_of_a_json_list_and_of_nested_columns(tmp_path: Path) -> None:
+    both = [{"translation": {"en": "one", "ko": "하나"}}, {"translation": {"en": "two", "ko": "둘"}}]
+    for name in ("p.json", "p.jsonl", "p.parquet"):
+        path = tmp_path / name
+        if name == "p.parquet":
+            parquet(path, {"translation": [x["translation"] for x in both]})
+        else:
+            path.write_text(json.dumps(both) if name == "p.json" else "\n".join(map(json.dumps, both)))
+        assert [record.text for record in open_records(path, "translation.en").read()] == ["one", "two"]
+        with pytest.raises(BadData, match=r"not a text but a dict; say which part to read: column=translation\.en"):
+            list(open_records(path).read())

@@ -86,7 +86,7 @@ def _scenes(folder: Path, n: int = 24) -> None:
         scene: Any = corpus.example("train", index)
         scene.pillow().save(folder / "photos" / f"{index}.png")
         lines.append(f"{index}.png\t{scene.caption}")
-        kind = folder / "pictures" / ("many" if len(scene.scene.things) > 1 else "one")
+        kind = folder / "pictures" / ("even", "odd")[index % 2]
         kind.mkdir(parents=True, exist_ok=True)
         scene.pillow().save(kind / f"{index}.png")
     (folder / "captions.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from generation.spoken import classifier
 from models.small import shaken, small
 from processor import needs_vnni
 from regard.cli.export_command import export as export_command
@@ -352,6 +353,12 @@ def test_int8_is_held_to_the_bound_on_texts_that_was_asked_for_and_to_no_other(t
     assert isinstance(held.exception, BoundBroken)
     assert f"int8: same_text={row['same_text']:g} is less than the bound 0.99" in str(held.exception)
     assert "every bound holds" in command(*words, "--same-text", 0).stdout
+
+
+def test_a_classifier_has_no_texts_to_measure(tmp_path: Path) -> None:
+    classifier().save(tmp_path / "model")
+    shown = command(tmp_path / "model", "int8", tmp_path / "out", "--shapes", 4, "--no-compile")
+    assert "every bound holds" in shown.stdout
 
 
 @pytest.mark.slow

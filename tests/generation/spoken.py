@@ -61,9 +61,8 @@ def classifier(**fields: Any) -> Model:
     return made(
         "bert-base",
         Processor(source=tokenizer, labels=labels),
-        head="classify",
         vocab_size=tokenizer.size,
-        **{"n_classes": 3, **fields},
+        **{"head": "classify", "n_classes": 3, **fields},
     )
 
 

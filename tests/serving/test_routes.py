@@ -18,6 +18,7 @@ import torch
 
 import regard
 from generation.spoken import classifier, language_model
+from regard.generation.label_answers import label_answerer
 from regard.models import Model
 from regard.serving import api_models, create_api
 from regard.web.requests import Limits
@@ -75,6 +76,38 @@ def test_caption_and_classify(api: ServedApi, models: dict[str, Model]) -> None:
         assert result["label"] == wanted.label
         assert result["probabilities"] == pytest.approx(wanted.all, abs=1e-5)
     assert ask(api, "classify", model="images", image=picture())["results"][0]["label"] in ("red", "green", "blue")
+
+
+def test_every_kind_of_label_is_answered_as_the_command_answers_it() -> None:
+    shapes = {
+        "one": {},
+        "several": {"problem_type": "multi_label"},
+        "rater": {"problem_type": "regression", "n_classes": 1},
+        "tagger": {"head": "tag"},
+    }
+    models = {name: classifier(**fields) for name, fields in shapes.items()}
+    with serving_api(models) as api:
+        for name, model in models.items():
+            for threshold in (None, 0.2, 1.0) if name in ("one", "several") else (None,):
+                (wanted,) = label_answerer(model, threshold=threshold).answer([TEXT])
+                (result,) = ask(api, "classify", model=name, text=TEXT, threshold=threshold)["results"]
+                wanted = {"probabilities" if key == "all" else key: value for key, value in wanted.items()}
+                assert json.dumps(result) == json.dumps(wanted)
+        pair = ask(api, "classify", model="several", text=["a cat", "a\tdog"], second=["ran", "sat"], threshold=0)
+        expected = regard.classify(models["several"], [("a cat", "ran"), ("a dog", "sat")], threshold=0)
+        for result, one in zip(pair["results"], expected, strict=True):
+            assert (result["labels"], result["probabilities"]) == (list(one.labels), pytest.approx(one.all))
+        for fields, message in (
+            ({"model": "one", "text": ["a", "b"], "second": "c"}, "there are 2 texts and 1 second texts"),
+            ({"model": "one", "text": "a", "second": " "}, "one of the two texts of the pair is empty"),
+            ({"model": "tagger", "text": "a", "second": "b"}, "this model reads one text at a time"),
+            ({"model": "rater", "text": "a", "threshold": 0.5}, "threshold=0.5 is for classes, which"),
+            ({"model": "one", "text": "a", "second": "b", "attention": {}}, "the attention of a pair"),
+            ({"model": "tagger", "text": ""}, "empty"),
+        ):
+            assert message in refused(api, "classify", 400, **fields)
+        too_long = refused(api, "classify", 400, model="one", text="dog " * 100)
+        assert too_long.endswith("but max_len=96")
 
 
 def test_attention_is_that_of_look(api: ServedApi, models: dict[str, Model]) -> None:

@@ -50,6 +50,13 @@ def test_each_line_gets_a_source(reverse: Path, mono: Path, capsys: pytest.Captu
     assert not out.with_name("more.tsv.partial").exists()
 
 
+def test_no_pair_at_all_is_a_failure(reverse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "blank.txt").write_text("\n\n")
+    assert cli.main(["backtranslate", str(reverse), f"{tmp_path}/blank.txt", f"{tmp_path}/more.tsv"]) == 1
+    assert "gave a pair: 2 blank" in capsys.readouterr().err
+    assert not (tmp_path / "more.tsv").exists()
+
+
 def test_a_table_and_what_is_drawn(reverse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table, drawn = tmp_path / "mono.csv", []
     table.write_text("id,ko\n" + "".join(f"{n},고양이가 {n}\n" for n in range(8)), encoding="utf-8")

@@ -300,3 +300,11 @@ def test_labels_that_never_occur_have_an_f1_of_0_and_not_of_nothing() -> None:
     none = np.zeros((3, 2), dtype=bool)
     scores = classification_metrics.multi_label(none, none, ["a", "b"])
     assert (scores.macro_f1, scores.micro_f1, scores.exact) == (0.0, 0.0, 1.0)
+
+
+def test_a_table_of_one_class_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"film {n},good\n" for n in range(40)))
+    words = [f"data={tmp_path}/t.csv", f"train.out={tmp_path}/run", "train.steps=1", "train.device=cpu"]
+    assert cli.main(["train", "classify", *words]) == 1
+    assert "t.csv has one class only, good;" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -96,6 +96,8 @@ def generate(
     A model with a chat template, such as one from `regard train sft`, answers the prompt as a message.
     """
     options = terminal.check_generation(**{name: ctx.params[name] for name in _SEARCH_OPTIONS})
+    if seed is not None and options.keys().isdisjoint(("temperature", "top_k", "top_p", "min_p")):
+        raise UsageError(f"--seed {seed} is for sampling: --temperature T, --top-k, --top-p or --min-p sample")
     from regard.data.record_files import form_of
     from regard.generation.text_generation import check_can_continue
 
@@ -387,7 +389,8 @@ def classify(
     records = terminal.read_records(inputs, file, column, encoding, stream=stream, images=images)
     has_pairs = second is not None or (records is not None and records.has_pairs)
     options: dict[str, Any] = {"top": top, "probabilities": probabilities, "has_pairs": has_pairs}
-    answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
+    with terminal.usage_errors("top", "probabilities", "threshold"):
+        answerer = label_answerer(opened, truncate=truncate, threshold=threshold, **options)
     settings = {"engine": engine, "dtype": dtype, "truncate": truncate, "threshold": threshold, "classes": classes}
     settings |= without_none(template=template)
     predict(ctx, model, opened.config.max_len, answerer, records, out, as_json, settings)

@@ -20,8 +20,8 @@ from ..config import DataConfig
 from ..errors import BadData, UsageError
 from ..foundation.plugins import import_optional
 from .examples import ReadReport
-from .source_files import COLUMN_NAMES, IMAGE_SUFFIXES, has_header
-from .table_files import csv_delimiter, open_parquet, parquet_rows, read_lines, suffix_of, table_records
+from .source_files import COLUMN_NAMES, FORMATS, IMAGE_SUFFIXES, has_header
+from .table_files import csv_delimiter, json_list, open_parquet, parquet_rows, read_lines, suffix_of, table_records
 
 RecordForm = Literal["lines", "csv", "tsv", "jsonl", "parquet", "folder"]
 TABLE_SUFFIXES: dict[str, RecordForm] = {".csv": "csv", ".tsv": "tsv", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -51,6 +51,7 @@ class Records:
     delimiter: str = ","
     column: str = "text"  # the column the model reads, or two of them as "a,b"
     has_pairs: bool = False  # whether two columns are read; their texts are joined by a tab
+    encoding: str = "auto"
 
     def place(self, line: int) -> str:
         """The location of a record for messages: ``reviews.csv:8``."""
@@ -64,6 +65,8 @@ def free_name(name: str, columns: Sequence[str]) -> str:
 
 
 def form_of(path: Path) -> RecordForm:
+    if suffix_of(path) == ".json":  # a list of objects; answers are written as lines of JSON
+        return "jsonl"
     return "folder" if path.is_dir() else TABLE_SUFFIXES.get(suffix_of(path), "lines")
 
 
@@ -88,8 +91,10 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
         if not images:
             raise UsageError(f"{path} is a folder of images, and texts are needed")
         return Records(str(path), form, ("image",), lambda: _folder_records(path))
+    if form == "lines" and FORMATS.get(suffix_of(path)) == "conll":
+        raise UsageError(f"{path} holds words with their tags; predictions need a sentence on each line")
     if form == "lines":
-        return Records(str(path), form, ("text",), lambda: _line_records(path, options))
+        return Records(str(path), form, ("text",), lambda: _line_records(path, options), encoding=encoding)
     header, delimiter = True, ","
     if form in ("csv", "tsv"):
         records = islice(table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
@@ -105,7 +110,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
     else:
         names = list(open_parquet(path).schema_arrow.names)
     requested = [column] if column is None or column in names else column.split(",")
-    chosen = [_choose_column(path, names, name, images, nested=form == "jsonl") for name in requested]
+    chosen = [_choose_column(path, names, name, images, nested=form in ("jsonl", "parquet")) for name in requested]
     folder = path.parent if images else None
     has_pairs = len(chosen) > 1
 
@@ -115,7 +120,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
             text = "\t".join(cell.replace("\t", " ") for cell in cells) if has_pairs else cells[0]
             yield Record(line, text, fields)
 
-    return Records(str(path), form, tuple(names), read, header, delimiter, ",".join(chosen), has_pairs)
+    return Records(str(path), form, tuple(names), read, header, delimiter, ",".join(chosen), has_pairs, encoding)
 
 
 def _choose_column(path: Path, names: Sequence[str], requested: str | None, images: bool, nested: bool) -> str:
@@ -162,16 +167,20 @@ def _fields(
 
 
 def _jsonl_objects(path: Path, options: DataConfig) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, record in enumerate(json_list(path), 1) if suffix_of(path) == ".json" else _json_lines(path, options):
+        if not isinstance(record, dict):
+            raise BadData(f"{path}:{number}: {type(record).__name__} instead of an object")
+        yield number, record
+
+
+def _json_lines(path: Path, options: DataConfig) -> Iterator[tuple[int, Any]]:
     report = ReadReport()
     for number, line in read_lines(path, report, options):
         _refuse_bad(report)
         try:
-            record = json.loads(line or "") if (line or "").strip() else {}
+            yield number, json.loads(line or "") if (line or "").strip() else {}
         except (ValueError, RecursionError) as error:
             raise BadData(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise BadData(f"{path}:{number}: {type(record).__name__} instead of an object")
-        yield number, record
 
 
 def _line_records(path: Path, options: DataConfig) -> Iterator[Record]:
@@ -204,7 +213,12 @@ def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder:
     if value is None:
         return ""
     if isinstance(value, dict | list):
-        raise BadData(f"{path}:{line}: {column!r} is not a text but a {type(value).__name__}")
+        hint = (
+            f"; say which part to read: column={column}.{next(iter(value))}"
+            if isinstance(value, dict) and value
+            else ""
+        )
+        raise BadData(f"{path}:{line}: {column!r} is not a text but a {type(value).__name__}{hint}")
     return str(folder / str(value)) if folder is not None and str(value).strip() else str(value)
 
 

@@ -6,6 +6,7 @@ Format and columns are detected from a file's name and its first lines; an optio
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,7 +27,7 @@ from .images import read_idx
 from .table_files import Row, Schema, read_lines, stem_of, suffix_of
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-_FORMATS: dict[str, Format] = {
+FORMATS: dict[str, Format] = {
     **{".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"},
     **{".json": "captions", ".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
 }
@@ -82,7 +83,7 @@ _COLUMNS_OF: dict[Kind, tuple[tuple[str, ...], ...]] = {
 
 def detect_format(path: Path, options: DataConfig) -> Format:
     """The format by suffix. With .txt or an unknown suffix, tsv if all the first lines have the same number of tabs."""
-    if (by_suffix := _FORMATS.get(suffix_of(path))) is not None:
+    if (by_suffix := FORMATS.get(suffix_of(path))) is not None:
         return by_suffix
     if "idx3-ubyte" in path.name or "idx4-ubyte" in path.name:
         return "idx"
@@ -95,7 +96,7 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     """Detect the kind of a table and its columns; ValueError if the options must say which columns to use."""
     if form in ("jsonl", "json", "parquet"):
         return _object_schema(path, form, options)
-    records = islice(table_files.table_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
+    records = islice(table_files.table_rows(path, form, ReadReport(), options), _SAMPLE_ROWS)
     rows = [cells for _, cells in records if cells is not None]
     if not rows:
         return Schema(options.kind or "pairs", options.columns or (0, 1), header=False, width=None)
@@ -109,15 +110,21 @@ def detect_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     if options.columns is not None:
         kind = options.kind or _guess_kind(body, keys, options.columns, header, options.labels)
         return Schema(kind, options.columns, header)
-    width = len(rows[0])
+    return _guess_columns(path, keys, body, header, options)
+
+
+def _guess_columns(path: Path, keys: list[str], body: list[list[str]], header: bool, options: DataConfig) -> Schema:
+    """The schema of a table of one or two columns, from its content; ValueError if it has more."""
+    width, needed = len(keys), _COLUMNS_OF[options.kind][-1] if options.kind else ()
     if width == 1 and options.kind in (None, "text"):
         return Schema("text", (0,), header, 1)
-    if width != 2:
+    if width != 2 or len(needed) not in (0, 2):
         if header:
-            roles = " and ".join(_COLUMNS_OF[options.kind][-1]) if options.kind else "to be used"
+            roles = " and ".join(needed) or "to be used"
             hint = f"columns={_suggest_columns(keys, options.kind or 'pairs')}"
             raise ValueError(f"{path} has the columns {', '.join(keys)}; say which are {roles}: {hint}")
-        raise ValueError(f"{path} has {width} columns without names; say which to use: columns=0,1")
+        hint = f"columns={','.join(map(str, range(len(needed) or 2)))}"
+        raise ValueError(f"{path} has {width} columns without names; say which to use: {hint}")
     kind = options.kind or _guess_kind(body, keys, (0, 1), header, options.labels, any_order=True)
     label_first = kind == "labelled" and _are_classes([row[0] for row in body if len(row) == 2], options.labels)
     columns = (1, 0) if label_first else (0, 1)
@@ -132,7 +139,8 @@ def has_header(rows: Sequence[Sequence[str]], kind: Kind | None = None) -> bool:
     """
     names = [cell.strip() for cell in rows[0]] if rows else []
     if len(names) < 2:
-        return len(names) == 1 and names[0].lower() in COLUMN_NAMES["text"][:2] and len(rows) > 1
+        texts = (*COLUMN_NAMES["text"], *COLUMN_NAMES["source"])
+        return len(names) == 1 and unicodedata.normalize("NFC", names[0]).lower() in texts and len(rows) > 1
     if schema_of_keys(names, kind) is not None or schema_of_keys(names, None) is not None:
         return True
     columns = [[row[index].strip() for row in rows[1:] if len(row) == len(names)] for index in range(len(names))]
@@ -172,12 +180,10 @@ def _suggest_columns(keys: list[str], kind: Kind) -> str:
 
 
 def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
-    keys: list[str] = []
-    for _, record in islice(table_files.object_records(path, form, ReadReport(), options), 50):
-        if isinstance(record, dict):
-            both = record.get("translation")
-            keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(record)
-            break
+    records = islice(table_files.object_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
+    objects = [record for _, record in records if isinstance(record, dict)]
+    both = objects[0].get("translation") if objects else None
+    keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(objects[0] if objects else ())
     if options.columns is not None:
         columns = tuple(keys[x] if isinstance(x, int) and x < len(keys) else x for x in options.columns)
         if form == "parquet":
@@ -185,9 +191,12 @@ def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
         return _schema_of_columns(columns, options.kind)
     if len(keys) == 2 and all(key.startswith("translation.") for key in keys):
         return Schema("pairs", tuple(keys), header=True)
-    if (guess := schema_of_keys(keys, options.kind)) is None:
-        raise ValueError(f"{path} has the fields {', '.join(keys) or 'none'}; say which to use: columns=a,b")
-    return guess
+    if (guess := schema_of_keys(keys, options.kind)) is not None:
+        return guess
+    if not keys:  # reading the file reports its lines
+        return Schema(options.kind or "pairs", ("source", "target"), header=True)
+    guess = _guess_columns(path, keys, [[str(x.get(key, "")) for key in keys] for x in objects], True, options)
+    return replace(guess, columns=tuple(keys[int(index)] for index in guess.columns))
 
 
 def _check_columns(name: str | Path, columns: Sequence[str | int], keys: Sequence[str]) -> None:
@@ -289,7 +298,7 @@ def find_source_files(name: str, options: DataConfig) -> SourceFiles:
 
 def _from_file(path: Path, options: DataConfig) -> SourceFiles:
     form = options.format or detect_format(path, options)
-    if form == "captions" and options.kind in ("chats", "preferences"):
+    if form == "captions" and options.format is None and not table_files.holds_captions(path):
         form = "json"
     match form:
         case "text":
@@ -302,9 +311,19 @@ def _from_file(path: Path, options: DataConfig) -> SourceFiles:
             return SourceFiles("conll", "tagged", (path,))
         case "tsv" | "csv" | "jsonl" | "json" | "parquet":
             schema = detect_schema(path, form, options)
+            _check_count(path, schema)
             images = _image_folder(path, options) if schema.kind in ("captions", "images") else None
             return SourceFiles(form, schema.kind, (path,), schema, images)
     raise ValueError(f"{path} is a single file, which format={form!r} cannot describe")
+
+
+def _check_count(path: Path, schema: Schema) -> None:
+    """Raise ValueError if the chosen columns are too few or too many for the kind."""
+    counts = [len(parts) for parts in _COLUMNS_OF[schema.kind]]
+    n, most = len(schema.columns), {"labelled": 3, "questions": 100}.get(schema.kind, max(counts))
+    if not min(counts) <= n <= most:
+        roles = " and ".join(_COLUMNS_OF[schema.kind][-1])
+        raise ValueError(f"columns={','.join(map(str, schema.columns))}: {path} is read for {roles}, not {n} columns")
 
 
 def _from_tables(name: str, paths: list[Path], options: DataConfig) -> SourceFiles:
@@ -349,7 +368,7 @@ def _from_folder(path: Path, options: DataConfig) -> SourceFiles:
 
 def _from_parts(path: Path, files: list[Path], options: DataConfig, like: SourceFiles | None = None) -> SourceFiles:
     """The files of one part of a folder; ``like`` is the training part, whose columns the held-out part shares."""
-    tables = [file for file in files if suffix_of(file) in _FORMATS]
+    tables = [file for file in files if suffix_of(file) in FORMATS]
     if tables or len(files) == 1:
         if like is not None and like.schema is not None:
             options = options.with_(kind=like.kind)

@@ -122,6 +122,8 @@ def open_source(
             opened = _to_cache(key, opened)
     if opened.report.n_bad:
         _log.warning("%s", localise(opened.report.to_text(refused=False)))
+    if opened.split.train_sha256 == opened.split.valid_sha256:
+        _log.warning("%s", localise(f"{config.source}: the held-out examples are the training examples themselves"))
     for file, encoding in opened.report.encodings.items():
         _log.warning("%s", localise(f"{file} is read as {encoding.upper()}; encoding=… sets another encoding"))
     return opened

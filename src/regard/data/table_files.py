@@ -194,7 +194,7 @@ class Schema:
 
 def read_table(path: Path, form: str, schema: Schema, report: ReadReport, options: DataConfig) -> Iterator[Row]:
     """The chosen columns of a TSV or CSV file."""
-    records = table_records(path, form, report, options)
+    records = table_rows(path, form, report, options)
     indices, width = [column for column in schema.columns if isinstance(column, int)], schema.width
     if schema.header:
         names = [name.strip() for name in next(records, (0, None))[1] or []]
@@ -203,6 +203,9 @@ def read_table(path: Path, form: str, schema: Schema, report: ReadReport, option
             missing = column >= len(names) if isinstance(column, int) else column not in names
             if missing:
                 raise ValueError(f"columns has {column!r}, but {path} has the columns {', '.join(names)}")
+            if isinstance(column, str) and names.count(column) > 1:
+                numbers = ",".join(str(x if isinstance(x, int) else names.index(x)) for x in schema.columns)
+                raise ValueError(f"{path} has several columns {column!r}; choose by number: columns={numbers}")
         indices, width = [x if isinstance(x, int) else names.index(x) for x in schema.columns], len(names)
     elif len(indices) < len(schema.columns):
         raise ValueError(f"columns={schema.columns} has a name, but {path} has no header line (header=False)")
@@ -216,13 +219,24 @@ def read_table(path: Path, form: str, schema: Schema, report: ReadReport, option
         yield Row(path, number, tuple(cells[index].strip() for index in indices))
 
 
+def table_rows(
+    path: Path, form: str, report: ReadReport, options: DataConfig
+) -> Iterator[tuple[int, list[str] | None]]:
+    """The records of a table but its blank lines, which are no rows."""
+    for number, cells in table_records(path, form, report, options):
+        if cells is not None and len(cells) == 1 and not cells[0].strip():
+            report.n_read -= 1
+        else:
+            yield number, cells
+
+
 def table_records(
     path: Path, form: str, report: ReadReport, options: DataConfig
 ) -> Iterator[tuple[int, list[str] | None]]:
     """(line number, all cells) of each record; the cells are None if it was recorded as bad.
 
-    TSV separates cells by tabs, without quoting or escapes. CSV separates them by commas, or by semicolons if the first
-    line has more of those; quoted cells may contain newlines.
+    TSV separates cells by tabs, without quoting or escapes. CSV separates them by commas, or by semicolons or tabs if
+    the first line has more of those; quoted cells may contain newlines.
     """
     if form == "csv":
         yield from _csv_records(path, report, options)
@@ -232,10 +246,10 @@ def table_records(
 
 
 def csv_delimiter(path: Path, encoding: str) -> str:
-    """A semicolon if the first line has more of them than commas, else a comma."""
+    """The one of comma, semicolon and tab that the first line has most often."""
     with open_utf8(path, encoding) as file:
-        first = file.readline(65536)
-    return ";" if first.count(b";") > first.count(b",") else ","
+        first = file.readline(65536).decode("utf-8", "replace")
+    return max(",;\t", key=first.count)
 
 
 def _csv_records(path: Path, report: ReadReport, options: DataConfig) -> Iterator[tuple[int, list[str] | None]]:
@@ -275,7 +289,7 @@ def object_records(
 ) -> Iterator[tuple[int, Any]]:
     """(number, value) for each line (jsonl), element of a list (json), or row (parquet): all of it or ``columns``."""
     if form in ("json", "parquet"):
-        records = _json_list(path) if form == "json" else parquet_rows(path, columns)
+        records = json_list(path) if form == "json" else parquet_rows(path, columns)
         for number, record in enumerate(records, start=1):
             report.n_read += 1
             yield number, record
@@ -283,13 +297,16 @@ def object_records(
     for number, line in read_lines(path, report, options):
         if line is None:
             continue
+        if not line.strip():
+            report.n_read -= 1
+            continue
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
             report.add_bad(path, number, "not JSON", str(error))
 
 
-def _json_list(path: Path) -> list[Any]:
+def json_list(path: Path) -> list[Any]:
     content = _read_json(path)
     if not isinstance(content, list):
         raise BadData(f"{path} holds a JSON {type(content).__name__}; a list of objects is needed")
@@ -444,6 +461,13 @@ def read_caption_json(path: Path, report: ReadReport, options: DataConfig) -> It
             report.add_bad(path, number, "not an image with captions", f"entry {number}")
             continue
         yield from (Row(path, number, (image, text.strip())) for text in texts)
+
+
+def holds_captions(path: Path) -> bool:
+    """Whether a JSON document is one that ``read_caption_json`` reads, not a list of other objects."""
+    content = _read_json(path)
+    first = content[0] if isinstance(content, list) and content else None
+    return not isinstance(first, dict) or not first.keys().isdisjoint(("caption", "captions"))
 
 
 def _is_coco_image(image: dict[str, Any]) -> bool:

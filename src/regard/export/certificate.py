@@ -181,7 +181,11 @@ def _passing_line(document: Mapping[str, Any]) -> str:
     if different := [row["name"] for row in rows if row["same_text"] == 0]:
         return f"the bounds that are set hold, but no text of {' or '.join(different)} is the same"
     free = [name for name in _without_bounds(document) if name != "ctranslate2 int8"]
-    texts = [row["name"] for row in rows if "loss" in row["bounds"] and row["bounds"].get("same_text") is None]
+    texts = [
+        row["name"]
+        for row in rows
+        if "loss" in row["bounds"] and row["same_text"] is not None and row["bounds"].get("same_text") is None
+    ]
     if not (free or texts) or document.get("file") or "program" in document["shapes"]:
         return "every bound holds"
     notes = [f"{' and '.join(free)} {'were' if len(free) > 1 else 'was'} measured, not held to a bound"] if free else []

@@ -27,6 +27,8 @@ from .prompts import MAX_PIXELS, max_text_length
 Answer = dict[str, Any]  # the answer to one input, as printed by `--json`
 AnswerBatches = Callable[[Iterator[list[str]]], Iterator[list[Answer]]]  # batches of texts → their answers, in order
 
+_WEIGHTS = (".safetensors", ".onnx", ".bin", ".gguf")
+
 
 @dataclass(frozen=True)
 class Answerer:
@@ -149,10 +151,12 @@ def predict_to_file(
     ``settings`` are everything the answers depend on: a partial file with other settings is not resumed.
     """
     partial = out.with_name(f"{out.name}.partial")
-    with _open_partial(partial, {**settings, **_identity(records)}) as (file, n_done):
+    with _open_partial(partial, {**settings, **_identity(records)}) as (file, n_done, is_other):
         summary.n_resumed = n_done
         if n_done:
             progress(f"{partial}: resuming after {n_done:,} rows")
+        elif is_other:
+            progress(f"{partial} holds answers of another command, file or model: starting from the first row")
         rest = islice(records.read(), n_done, None)
         try:
             for answered in answer_records(rest, answerer, batch_size, answer_batches):
@@ -202,7 +206,8 @@ def read_partial(path: Path) -> Iterator[Answer]:
 
 def newest_weights(model: str) -> float:
     """When a model's weights were last written; answers by other weights are not resumed."""
-    files = Path(model.partition("@")[0]).rglob("*.safetensors")
+    path = Path(model) if Path(model).is_file() else Path(model.partition("@")[0])
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.suffix in _WEIGHTS]
     return max((file.stat().st_mtime for file in files), default=0.0)
 
 
@@ -211,7 +216,8 @@ def _identity(records: Records) -> dict[str, Any]:
     path = Path(records.name)
     if path.is_file():
         stat = path.stat()
-        return {"file": str(path.resolve()), "column": records.column, "state": [stat.st_size, stat.st_mtime_ns]}
+        state = {"column": records.column, "encoding": records.encoding, "state": [stat.st_size, stat.st_mtime_ns]}
+        return {"file": str(path.resolve()), **state}
     digest = hashlib.sha256()
     for record in records.read():
         digest.update(f"{record.text}\n".encode("utf-8", "surrogatepass"))
@@ -219,13 +225,15 @@ def _identity(records: Records) -> dict[str, Any]:
 
 
 @contextmanager
-def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[bytes], int]]:
-    """The partial file, open at its end, and how many answers it has; with other settings it is started anew."""
+def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[bytes], int, bool]]:
+    """The partial file, open at its end, how many answers it has, and whether it had others: those of other settings
+    are not kept."""
     head = f"{json.dumps(settings, sort_keys=True, default=str)}\n".encode()
-    n_bytes, n_done = 0, 0
+    n_bytes, n_done, is_other = 0, 0, False
     if path.is_file():
         with path.open("rb") as file:
-            if next(file, b"") == head:
+            is_other = next(file, b"") != head
+            if not is_other:
                 n_bytes = len(head)
                 for line in file:
                     if not line.endswith(b"\n"):  # incomplete: the process died while writing it
@@ -237,4 +245,4 @@ def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[byt
             file.seek(n_bytes)
         else:
             file.write(head)
-        yield file, n_done
+        yield file, n_done, is_other

@@ -24,7 +24,14 @@ def label_answerer(
     has_pairs: bool = False,
 ) -> Answerer:
     """The answers of a classifier or tagger. With ``has_pairs``, an input is two texts separated by a tab."""
-    if model.config.head == "tag":
+    is_number, is_tagger = model.config.problem_type == "regression", model.config.head == "tag"
+    given = {"top": top if top > 1 else None, "probabilities": probabilities or None, "threshold": threshold}
+    extra = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if extra and (is_number or is_tagger):
+        raise ValueError(f"{extra[0]} is for classes, which this model does not predict")
+    if has_pairs and (is_tagger or model.config.source == "image"):
+        raise ValueError(f"this model reads one {model.config.source} at a time, not pairs of texts")
+    if is_tagger:
         return _tag_answerer(model, truncate)
     label_threshold = 0.5 if threshold is None else threshold
 
@@ -35,7 +42,6 @@ def label_answerer(
     def cells(answer: Answer) -> dict[str, Any]:
         return {**label_cells(answer), **{f"p_{name}": p for name, p in answer.get("all", {}).items()}}
 
-    is_number = model.config.problem_type == "regression"
     to_answer, label_cells, line, new_columns = _FORMATS[model.config.problem_type](threshold, top)
     if probabilities and not is_number:
         new_columns |= {f"p_{name}": float for name in class_names(model)}

@@ -51,5 +51,6 @@ def error_document(error: Exception) -> tuple[int, dict[str, Any], dict[str, str
         case BadOutput():
             return 500, error_body(500, str(error)), {}
         case ValueError() | TypeError() | RegardError():
-            return 400, error_body(400, str(error) or type(error).__name__), {}
+            message = str(error).split("; truncate=True")[0]  # an option of Python's functions
+            return 400, error_body(400, message or type(error).__name__), {}
     return 500, error_body(500, INTERNAL_ERROR.format(type(error).__name__)), {}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..generation.cached_engine import check_logits
 from ..generation.generation_config import GenerateConfig
+from ..generation.label_answers import label_answerer
 from ..generation.prompts import (
     ModelInputs,
     default_output_length,
@@ -24,7 +25,6 @@ from ..generation.prompts import (
 from ..generation.stop_conditions import Decode, decode_after
 from ..generation.text_codec import ModelTokenizers, resolve_config
 from ..generation.text_embeddings import check_can_embed, encode_to_embed
-from ..generation.text_generation import Classified, classify
 from ..lens import look
 from ..lens.look import Look
 from ..web.requests import Limits
@@ -192,8 +192,12 @@ class ApiModel:
 
     # ------------------------------------------------------------------ whole inputs
 
-    def classify(self, inputs: Any, threshold: float) -> list[Classified]:
-        return classify(self.model, inputs, threshold=threshold)
+    def answerer(self, threshold: float | None, has_pairs: bool) -> Callable[[Any], list[dict[str, Any]]]:
+        """What answers a list of inputs of a classifier or tagger, each with a document."""
+        answer = label_answerer(self.model, threshold=threshold, has_pairs=has_pairs).answer
+        return lambda inputs: [
+            {"probabilities" if name == "all" else name: value for name, value in one.items()} for one in answer(inputs)
+        ]
 
     def read_to_embed(self, inputs: Any) -> list[Tensor]:
         """The token ids of each text, encoded as ``regard.embed`` does."""

@@ -157,7 +157,8 @@ class ClassifyBody(Body):
     model: ModelName
     text: Text | Texts | None = None
     image: BodyImage | Annotated[list[BodyImage], Field(min_length=1, max_length=16)] | None = None
-    threshold: Annotated[Number, Field(ge=0, le=1)] = 0.5
+    second: Text | Texts | None = None
+    threshold: Annotated[Number, Field(ge=0, le=1)] | None = None
     attention: AttentionOptions | None = None
 
 

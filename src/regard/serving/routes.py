@@ -140,9 +140,9 @@ async def caption(state: State, body: CaptionBody) -> Response:
 
 @router.post("/classify")
 async def classify(state: State, body: ClassifyBody) -> Response:
-    """Classify texts or images; returns the class of each and the probabilities of all classes."""
+    """Classify texts, pairs of texts or images: the classes, labels, number or tags of each, as ``regard classify``."""
     model = state.find(body.model)
-    if model.config.head != "classify":
+    if model.config.head not in ("classify", "tag"):
         raise ApiError(400, f"model {model.id!r} does not classify: its task is {model.task}", "model")
     reads_images = model.config.source == "image"
     name, value, other = ("image", body.image, body.text) if reads_images else ("text", body.text, body.image)
@@ -150,20 +150,30 @@ async def classify(state: State, body: ClassifyBody) -> Response:
         raise ApiError(400, f"model {model.id!r} reads {name}: give {name} and nothing else", name)
     model.check_attention(body.attention)
     inputs = _as_list(value)
+    if body.second is not None:
+        inputs = _text_pairs(inputs, _as_list(body.second), body)
     if reads_images:
         inputs = await asyncio.to_thread(lambda: [decode_image(item, state.limits) for item in inputs])
     else:
         model.check_length(inputs)
+    answer = model.answerer(body.threshold, has_pairs=body.second is not None)
     results = []
     for start in range(0, len(inputs), _CLASSIFY_BATCH):
-        batch = inputs[start : start + _CLASSIFY_BATCH]
-        classified = await model.run(partial(model.classify, batch, body.threshold))
-        results += [{"label": x.label, "probability": x.probability, "probabilities": x.all} for x in classified]
+        results += await model.run(partial(answer, inputs[start : start + _CLASSIFY_BATCH]))
     if body.attention is not None:
         for item, result in zip(inputs, results, strict=True):
             result["attention"] = await model.attention(partial(look, model.model, item), body.attention)
     document = {"object": "classification", "model": model.id, "results": results}
     return await _respond(document, is_large=body.attention is not None)
+
+
+def _text_pairs(first: list[str], second: list[str], body: ClassifyBody) -> list[str]:
+    """Each text with the second of its pair, separated by a tab."""
+    if len(first) != len(second):
+        raise ApiError(400, f"there are {len(first)} texts and {len(second)} second texts", "second")
+    if body.attention is not None:
+        raise ApiError(400, "the attention of a pair of texts is not available", "attention")
+    return ["\t".join(text.replace("\t", " ") for text in pair) for pair in zip(first, second, strict=True)]
 
 
 @router.post("/embeddings")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..data.record_files import Record, open_records
+from ..errors import BadData
 from ..foundation.device import resolve_device
 from ..generation import GenerateConfig, translate
 from ..generation.bulk_prediction import Answer, Answerer, check_records, newest_weights, predict_to_file
@@ -44,7 +45,7 @@ class BackTranslation:
         return {"path": str(self.path), **counts, "decoding": self.decoding}
 
     def to_text(self) -> str:
-        left_out = ", ".join(f"{n:,} {why}" for why, n in self.left_out.items())
+        left_out = _counted(self.left_out)
         sampling = {name: value for name, value in self.decoding.items() if name not in ("beam", "sample")}
         how = "sampled" if GenerateConfig(**self.decoding).samples else f"beam {self.decoding['beam']}"
         how += "".join(f", {name} {value}" for name, value in sampling.items())
@@ -97,7 +98,14 @@ def back_translate(
     options: dict[str, Any] = {"settings": settings, "batch_size": _TEXTS_AT_ONCE, "progress": progress}
     predict_to_file(records, answerer, summary, target, lines=lines, **options)
     n_pairs = counts.pop("", 0)
+    if not n_pairs:
+        target.unlink()
+        raise BadData(f"no line of {texts} gave a pair: {_counted(counts)}; the translator may need more training")
     return BackTranslation(target, n_pairs, dict(counts), summary.n_resumed, decoding)
+
+
+def _counted(left_out: dict[str, int]) -> str:
+    return ", ".join(f"{n:,} {why}" for why, n in left_out.items())
 
 
 def _answer(model: Model, seed: int, decoding: dict[str, Any], batch: list[str]) -> list[Answer]:

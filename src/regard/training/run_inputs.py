@@ -110,6 +110,9 @@ def open_run_source(inputs: RunInputs) -> Source:
         raise BadData(f"{source.name} has no example to train on")
     if not len(source.valid):
         raise BadData(f"{source.name} has no held-out examples to evaluate on; data.valid=… names some")
+    if source.labels is not None and len(source.labels) < 2 and inputs.config.data.problem_type == "single_label":
+        only = ", ".join(source.labels)
+        raise BadData(f"{source.name} has one class only, {only}; data.columns=… names the column of the classes")
     return source
 
 
