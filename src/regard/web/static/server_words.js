@@ -119,6 +119,7 @@ addWords({
   "walk.to": ["to", "보이는 토큰"],
   "walk.onehead": ["The mean of heads has no computation of its own: this is head {h}.", "평균에는 따로 계산 과정이 없으므로 헤드 {h}의 계산을 보여 줍니다."],
   "walk.onehead.most": ["The mean of heads has no computation of its own: this is head {h}, which gives this pair the most weight.", "평균에는 따로 계산 과정이 없으므로, 이 쌍에 가중치를 가장 많이 준 헤드 {h}의 계산을 보여 줍니다."],
+  "walk.writes": ["This row writes “{row}”; its query comes from the token before, “{read}”.", "‘{row}’ 토큰을 쓰는 행이며, 쿼리는 바로 앞 토큰 ‘{read}’에서 나옵니다."],
   "walk.open": ["How this weight is computed →", "이 가중치의 계산 과정 →"],
   "walk.dot": ["1 · Query times key", "1 · 쿼리와 키의 내적"],
   "walk.scale": ["2 · Scale", "2 · 배율"],
