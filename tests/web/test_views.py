@@ -306,6 +306,7 @@ def test_next_token(tab: Tab, seen: Look) -> None:
         texts = tab.texts()
         for one in seen.next(1, k=5):
             assert as_percent(one.probability) in texts, one
+        assert tab.page.locator(".stage svg rect").count() <= 16, "no track that the likeliest would fill as if certain"
 
     tab.in_both_languages(("Next token", "다음 토큰"), check)
     tab.open(model="en-ko", text=TEXT, view="next", position=1, temperature=0.5, topk=4, topp=0.9)

@@ -100,7 +100,7 @@ class HeatMap {
     }
     for (let c = c0; labelled && c < c1; c++) {
       const label = colLabels[c], on = isFound(label, find) || c === held[1];
-      columnName(pen, label, x(c) + wide / 2, top, upright, style(label, on));
+      columnName(pen, label, x(c) + wide / 2, top, upright && wide, style(label, on));
     }
     if (wide >= 32 && this.shown.exact) this.values(pen, x, y, wide, tall, colour);
     this.frames(pen, x, y, wide, tall, held);
