@@ -151,7 +151,7 @@ class HeatMap {
       return;
     }
     const r = blockOf(row, span[1], matrix.rows), c = blockOf(col, span[3], matrix.cols);
-    const about = { r0: count(r.from), r1: count(r.to - 1), c0: count(c.from), c1: count(c.to - 1) };
+    const about = { r0: count(r.from + 1), r1: count(r.to), c0: count(c.from + 1), c1: count(c.to) };
     tip.show(event, matrix.values[r.at * matrix.cols + c.at], this.app.t("heatmap.cell", about), pair);
   }
 
