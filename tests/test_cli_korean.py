@@ -126,6 +126,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["trian"], 2, "'trian' 명령은 없습니다. 혹시 'train'인가요?"),
         (["look", "--nohelp"], 2, "--nohelp 옵션은 없습니다. 비슷한 옵션: --help"),
+        (["train", "lm", "--steps", "9"], 2, "--steps 옵션은 없습니다. 비슷한 옵션: train.steps=…"),
+        (["learn", "2.1"], 2, "'2.1' 명령은 없습니다. 혹시 'start 2.1'인가요?"),
+        (["generate", "runs/lm", "hi", "--temperature", "-1"], 2, "--temperature -1.0: 1e-30 이상의 양수여야 합니다"),
         (["translate"], 2, "'MODEL' 인자가 빠졌습니다."),
         (["generate", "runs/lm", "hi", "--beam", "0"], 2, "값이 잘못되었습니다: 1 이상이어야 합니다."),
         (["generate", "runs/lm", "hi", "--beam", "x"], 2, "값이 잘못되었습니다: 정수가 아닙니다."),
@@ -145,7 +148,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["generate", "runs/lms", "hi"], 3, "'runs/lms' 디렉터리가 없습니다"),
         (["generate", "runs/lms", "hi"], 3, ". 혹시 runs/lm인가요?"),
         (["look", "gpt2", "hi"], 3, "gpt2는 프리셋입니다. 학습: regard train TASK model=gpt2"),
-        (["translate", "runs/lm", "hi"], 1, ". lm 과제의 모델입니다: regard generate runs/lm\n"),
+        (
+            ["translate", "runs/lm", "hi"],
+            1,
+            "head='lm')은 글을 번역하는 일을 하지 않습니다. lm 과제의 모델입니다: regard generate runs/lm\n",
+        ),
         (["train", "--resume", "translator"], 3, "translator에 run.json이 없어 학습 실행이 아닙니다"),
         (["eval", "translator"], 1, "무엇으로 평가할지 data.source=…로 알려 주세요."),
         (["cost", "gpt2", "--device", "h20"], 2, "'h20' 장치는 없습니다. 혹시 h200인가요?"),

@@ -83,6 +83,8 @@ def test_formulas() -> None:
         found = inner.fullmatch(to_mathml(latex))
         assert found is not None
         assert found[1] == wanted
+    apart = f"<span>{to_mathml('a', 'block')}</span><span>{to_mathml('b', 'block')}</span>"
+    assert to_mathml(r"a \qquad b", "block") == apart, "a phone puts them on two lines"
     with pytest.raises(ValueError, match=r"\\overbrace"):
         to_mathml(r"\overbrace{x}")
     with pytest.raises(ValueError, match="ends before"):

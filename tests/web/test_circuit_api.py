@@ -79,7 +79,10 @@ def test_pairs_of_writers_sum_to_the_score(client: TestClient, models: dict[str,
         assert [each["value"] for each in found["pairs"]] == pytest.approx([v for *_, v in exact.top(12)], **CLOSE)
         for each in found["pairs"]:
             for side in (each["query"], each["key"]):
-                assert "head" not in side or 0 < side["from"]["weight"] <= 1
+                if "head" in side:
+                    label = asked(client, look, "labels", kind=side["name"], axis="cols")[side["from"]["index"]]
+                    assert label.items() <= side["from"].items(), "the same name as in the other views"
+                    assert 0 < side["from"]["weight"] <= 1
 
 
 @pytest.mark.parametrize(("name", "kind"), [("speaker", "self"), ("translator", "encoder"), ("classifier", "encoder")])

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import regard
 from generation.spoken import translator
+from regard.lens import Look
 from regard.models import Model
 
 from .browsing import Tab, near, serving
@@ -64,6 +66,22 @@ def test_why(tab: Tab, models: dict[str, Model]) -> None:
     tab.page.select_option('select[data-axis="col"]', "2")
     tab.settled()
     assert tab.state["col"] == "2"
+
+
+def test_why_and_arithmetic_tell_the_mean_by_the_same_head_and_name_its_query(tab: Tab, seen: Look) -> None:
+    """The key is the one that the mean looks at most; its query is that of the token before the one that is written."""
+    row = 2
+    heads = torch.stack([seen.weights(layer=0, head=head, kind="cross")[row] for head in range(4)])
+    col = int(heads.mean(0).argmax())
+    head = int(heads[:, col].argmax())
+    read, written = (seen.rows(kind=kind)[row].text for kind in ("self", "cross"))
+    for view in ("walk", "why"):
+        tab.open(model="en-ko", text=TEXT, view=view, kind="cross", layer=0, head=-1, row=row)
+        assert tab.page.input_value('select[data-axis="col"]') == str(col)
+        told = tab.page.inner_text(".stage")
+        assert f"this is head {head + 1}, which gives this pair the most weight" in told
+        assert f"This row writes “{written}”; its query comes from the token before, “{read}”." in told
+        assert any(text.split() == ["q", read] or f"“{read}”" in text for text in tab.texts())
 
 
 def test_patching(tab: Tab) -> None:

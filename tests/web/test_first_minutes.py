@@ -196,6 +196,7 @@ def test_a_classifier_says_its_class(tab: Tab, critic: Model, models: dict[str, 
 def test_what_does_not_apply_is_hidden(tab: Tab, critic: Model) -> None:
     tab.open(model="critic", view="variant", off="encoder.0.1")
     assert tab.page.locator('input[name="causal"], .written section, .forced').count() == 0
+    assert "writes" not in tab.page.inner_text(".stage")
     with interventions.switch_off(critic, [("encoder", 0, 1)]):
         changed = look(critic, REVIEWS[0]).classes()
     before = look(critic, REVIEWS[0]).classes()
@@ -400,6 +401,16 @@ def test_names_beside_a_heat_map_do_not_touch_on_a_phone(tab: Tab) -> None:
     for (y, size), (below, _) in pairwise(places):
         assert below - y >= size, "neighbours overlap"
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_names_above_a_heat_map_do_not_touch_either(tab: Tab) -> None:
+    slanted = r'translate\(([\d.]+) [\d.]+\) rotate\(-([\d.]+)\)" dy=".35em" font-size="([\d.]+)"'
+    for text in (TEXT, f"{TEXT} {TEXT}", f"{TEXT} {TEXT} {TEXT}"):
+        tab.page.set_viewport_size(PHONE)
+        tab.open(model="demo", view="heatmap", kind="encoder", text=text)
+        names = [tuple(map(float, found)) for found in re.findall(slanted, svg_of(tab))]
+        for (x, turn, size), (right, _, _) in pairwise(names):
+            assert (right - x) * math.sin(math.radians(turn)) >= size, "neighbours overlap"
 
 
 def svg_of(tab: Tab) -> str:

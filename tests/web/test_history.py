@@ -55,6 +55,7 @@ def test_history(tab: Tab, run: Path) -> None:
 
     def check() -> None:
         assert {"1", "2", "3"} <= set(tab.texts())
+        assert {"step", "스텝"} & set(tab.texts()), "the axis has a name"
 
     tab.in_both_languages(("History", "학습 과정"), check)
     table = tab.files()

@@ -56,7 +56,7 @@ def test_4096_tokens_of_144_heads(tab: Tab, long_look: Look) -> None:
     shown, about = tab.tip()
     r0, r1, c0, c1 = (int(x.replace("\u202f", "")) for x in re.findall(r"[\d\u202f]+", about[0]))
     assert (r1 - r0, c1 - c0) in {(11, 11), (11, 12), (12, 11), (12, 12)}
-    block = long_look.weights(layer=layer, head=head, rows=slice(r0, r1 + 1), cols=slice(c0, c1 + 1))
+    block = long_look.weights(layer=layer, head=head, rows=slice(r0 - 1, r1), cols=slice(c0 - 1, c1))
     assert shown == pytest.approx(float(block.mean()), **CLOSE)
 
     for _ in range(4):  # 4,096 → 2,048 → … → 256: the weights themselves

@@ -132,7 +132,7 @@ def test_a_long_text_is_an_overview_until_zoomed_into(tab: Tab, models: dict[str
     tab.over(60, box["height"] * 0.6)
     shown, about = tab.tip()
     r0, r1, c0, c1 = (int(x.replace("\u202f", "")) for x in re.findall(r"[\d\u202f]+", about[0]))
-    block = found.weights(layer=1, head=0, rows=slice(r0, r1 + 1), cols=slice(c0, c1 + 1))
+    block = found.weights(layer=1, head=0, rows=slice(r0 - 1, r1), cols=slice(c0 - 1, c1))
     assert shown == pytest.approx(float(block.mean()), **CLOSE)
     zoomed = {"zoom": "1000,1020,980,1000", "row": 1010, "col": 990}
     tab.open(model="speaker", text=text, view="heatmap", layer=1, head=0, **zoomed)

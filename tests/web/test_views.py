@@ -298,6 +298,12 @@ def test_a_new_text_is_written_in_view_at_a_pace_to_follow(tab: Tab, models: dic
     assert torch.allclose(shown, exact, atol=1e-6)
 
 
+def test_blocks_of_a_pooled_map_are_counted_from_1(tab: Tab) -> None:
+    tab.open(model="speaker", text="the cat sat on the mat. " * 90, view="heatmap", head=0)
+    tab.over(9, 9)
+    assert re.match(r"mean of rows 1–\d, columns 1–\d$", tab.tip()[1][0])
+
+
 def test_next_token(tab: Tab, seen: Look) -> None:
     tab.open(model="en-ko", text=TEXT, view="next", position=1)
     tab.page.click('[data-do="tail"]')
@@ -306,6 +312,7 @@ def test_next_token(tab: Tab, seen: Look) -> None:
         texts = tab.texts()
         for one in seen.next(1, k=5):
             assert as_percent(one.probability) in texts, one
+        assert tab.page.locator(".stage svg rect").count() <= 16, "no track that the likeliest would fill as if certain"
 
     tab.in_both_languages(("Next token", "다음 토큰"), check)
     tab.open(model="en-ko", text=TEXT, view="next", position=1, temperature=0.5, topk=4, topp=0.9)

@@ -169,6 +169,9 @@ def test_it_learns_within_a_minute_and_without_the_mask_it_cannot_write(watching
     assert figure(watching, "accuracy") > 90
     assert "regard→drager" in watching.inner_text(".written-letters").replace(" ", "")
     assert re.search(r"learned\..* Layer 1, head [12] has \d", watching.inner_text(".saw"))
+    watching.click('[data-do="play"]')
+    watching.wait_for_function("() => document.querySelector('[data-do=play]').disabled", timeout=1000 * SECONDS)
+    assert figure(watching, "nth") == 2000, "there is nothing left to play"
     with_mask = watching.inner_text(".maps")
     watching.uncheck('[name="causal"]')
     assert "causal=0" in watching.url
@@ -205,6 +208,7 @@ def test_steps_seeds_words_keys_and_both_languages(watching: Any, home: str) -> 
     watching.fill('[name="word"]', "four")
     watching.press('[name="word"]', "Tab")
     assert watching.get_attribute('[name="word"]', "aria-invalid") == "true"
+    assert watching.eval_on_selector('[name="word"]', "(input) => input.validationMessage") == "영문 소문자 6자"
     assert "배우는 모습" in watching.title()
     watching.click('[data-do="language"]')
     assert "watch it learn" in watching.title()

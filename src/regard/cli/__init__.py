@@ -8,6 +8,7 @@ Heavy imports come after a command has read its options, so that help and usage 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -139,9 +140,32 @@ def localised_typer() -> Iterator[None]:
 class Command(_LocalisedHelp, TyperCommand):
     """A command of the program."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The words of the command; for `train --steps 300` the error suggests the field train.steps=300."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as failure:
+            from regard.config.overrides import field_names
+
+            name = getattr(failure, "option_name", "").lstrip("-").replace("-", "_")
+            alike = [f"{field}=…" for field in field_names() if field.partition(".")[2] == name]
+            if (
+                alike
+                and hasattr(failure, "possibilities")
+                and any(param.metavar == "FIELD=VALUE" for param in self.params)
+            ):
+                failure.possibilities = alike
+            raise
+
 
 class CommandGroup(_LocalisedHelp, TyperGroup):
     """The program, or a group of commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the words name; `regard learn 2.1` is pointed to `start 2.1`."""
+        if self.name == "learn" and re.fullmatch(r"\d+\.\d+", args[0]):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {f'start {args[0]}'!r}?")
+        return super().resolve_command(ctx, args)
 
 
 def finish_commands(app: typer.Typer, path: str = "") -> None:

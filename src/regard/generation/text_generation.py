@@ -296,7 +296,7 @@ def check_can_continue(model: Model) -> None:
 
 def check_can_translate(model: Model) -> None:
     """Raise unless the model reads text with an encoder and writes text."""
-    _check_kind(model, ("encoder-decoder", "recurrent"), "text", "translate")
+    _check_kind(model, ("encoder-decoder", "recurrent"), "text", "translate texts")
 
 
 def check_can_caption(model: Model) -> None:

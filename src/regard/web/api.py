@@ -271,13 +271,13 @@ async def why(
     query: CurrentLook,
     kind: KindParam,
     layer: IndexParam,
-    head: IndexParam,
+    head: HeadParam,
     row: IndexParam,
     col: IndexParam,
     k: Annotated[int, Query(ge=1, le=100)] = 12,
 ) -> Response:
     """The score behind one weight, split into pairs of writers: one wrote into the query, the other into the key."""
-    at = HeadView(kind, layer, head)
+    at = HeadView(kind, layer, None if head == MEAN else int(head))
     return await query.run(lambda: explain_score(query.session, at, row, col, k, query.limits))
 
 

@@ -14,7 +14,7 @@ from ..attention import AttentionMap, record
 from ..attention.mechanisms import Dot
 from ..generation.generate import inference
 from ..lens.capture import attention_site
-from .look_queries import HeadView, check_index, merged_view
+from .look_queries import HeadView, check_index, head_to_explain, merged_view
 from .requests import Limits
 from .sessions import LookSession
 
@@ -85,18 +85,14 @@ def _row_arithmetic(scores: Tensor, weights: Tensor, col: int, values: Tensor | 
 
 
 def explain_weight(session: LookSession, at: HeadView, row: int, col: int, limits: Limits) -> dict[str, Any]:
-    """``weight_arithmetic``, with v if the text is short enough to run the model again.
-
-    A mean over heads has no such computation; the head with the largest weight for this key stands in for it.
-    """
+    """``weight_arithmetic``, with v if the text is short enough to run the model again."""
     view, look = merged_view(session, at), session.look
     check_index("row", row, len(view.rows))
     check_index("col", col, len(view.cols))
     n_tokens = max(max(look.map(kind=kind, layer=0).shape[2:]) for kind in look.kinds)
     values = layer_values(session, at.kind, at.layer) if n_tokens <= limits.walk_tokens else None
     attention = look.map(kind=at.kind, layer=at.layer)
-    head = int(attention.tile(row, col)[0, :, 0, 0].argmax()) if at.head is None else at.head
-    steps = weight_arithmetic(attention, head, row, col, values)
+    steps = weight_arithmetic(attention, head_to_explain(session, at, row, col), row, col, values)
     if values is None:
         steps["v_absent"] = f"v is shown for texts of at most {limits.walk_tokens} tokens; this one has {n_tokens}"
     return steps

@@ -22,7 +22,7 @@ from ..lens.look import Look, token_logits
 from ..lens.patch_runner import LogitDifference, Patch, PatchRunner
 from ..lens.patching import Over, PatchTargets, estimate_effects, patch_targets, sweep_effects
 from ..models.components import ClassHead
-from .look_queries import HeadView, check_index, merged_view
+from .look_queries import HeadView, check_index, head_to_explain, label_document, merged_view
 from .requests import Limits, RequestRefused
 from .sessions import LookSession
 
@@ -63,7 +63,7 @@ def explain_score(session: LookSession, at: HeadView, row: int, col: int, k: int
     view, look = merged_view(session, at), session.look
     check_index("row", row, len(view.rows))
     check_index("col", col, len(view.cols))
-    layer, head = at.layer, at.head or 0
+    layer, head = at.layer, head_to_explain(session, at, row, col)
     if at.kind == "cross":  # query and key come from different stacks: capture both at all positions
         _check_tokens(look, limits)
         record = _capture(session, "", None)
@@ -73,6 +73,7 @@ def explain_score(session: LookSession, at: HeadView, row: int, col: int, k: int
     best = split.top(k)
     others = split.total - split.position_bias - sum(value for *_, value in best)
     return {
+        "head": head,
         "score": split.score,
         "weight": float(look.weights(layer=layer, head=head, kind=at.kind, rows=[row], cols=[col])),
         "position_bias": split.position_bias,
@@ -93,7 +94,7 @@ def _writer(look: Look, name: str, position: int) -> dict[str, Any]:
     layer, head = map(int, numbers)
     weights = look.weights(layer=layer, head=head, kind=kind, rows=[position])[0]
     index = int(weights.argmax())
-    source = {"index": index, "text": look.cols(kind=kind)[index].text, "weight": float(weights[index])}
+    source = label_document(look.cols(kind=kind)[index]) | {"index": index, "weight": float(weights[index])}
     return {"name": kind, "layer": layer, "head": head, "from": source}
 
 

@@ -12,11 +12,13 @@ _TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\S")
 _SYMBOLS = {"alpha": "α", "theta": "θ", "delta": "δ", "lambda": "λ", "partial": "∂", "top": "⊤"}
 _OPERATORS = {"cdot": "⋅", "circ": "∘", "sum": "∑", "leftarrow": "←"}
 _FUNCTIONS = {"sin", "cos", "log", "ln", "exp", "min", "max"}
-_SPACES = {",": 0.17, ";": 0.28, "qquad": 2.0}
+_SPACES = {",": 0.17, ";": 0.28}
 
 
 def to_mathml(latex: str, display: str = "inline") -> str:
     """Convert LaTeX such as ``\\sqrt{d_k}`` to a <math> element; ``display`` is "inline" or "block"."""
+    if display == "block" and r"\qquad" in latex:  # separate formulas, which need not fit on one line
+        return "".join(f"<span>{to_mathml(part, display)}</span>" for part in latex.split(r"\qquad"))
     tokens = _TOKEN.findall(latex)[::-1]  # a stack: the parser pops the next token off its end
     content = "".join(_row(tokens, None))
     return f'<math xmlns="http://www.w3.org/1998/Math/MathML" display="{display}"><mrow>{content}</mrow></math>'

@@ -108,6 +108,13 @@ def label_document(label: Label) -> dict[str, Any]:
     return document if label.box is None else document | {"box": list(label.box)}
 
 
+def head_to_explain(session: LookSession, at: HeadView, row: int, col: int) -> int:
+    """The head of a view; for the mean over heads, which has no computation, the head with the largest weight here."""
+    if at.head is not None:
+        return at.head
+    return int(session.look.map(kind=at.kind, layer=at.layer).tile(row, col)[0, :, 0, 0].argmax())
+
+
 def tile(session: LookSession, at: HeadView, rows: Span, cols: Span, limits: Limits) -> Tensor:
     """Exact weights (R, C)."""
     view = merged_view(session, at)

@@ -11,10 +11,10 @@ export const longestName = (labels) => labels.reduce((most, label) => Math.min(L
 /** The font size of labels, at most `most`, so that those of neighbouring cells do not touch. */
 export const nameSize = (cell, most) => Math.min(most, Math.max(8, 0.85 * cell));
 
-/** Draw the label of a column above its middle, horizontally or `slanted`. */
-export function columnName(pen, label, x, top, slanted, style) {
+/** Draw the label of a column above its middle: horizontally or, given the width of a column, slanted so far that neighbours do not touch. */
+export function columnName(pen, label, x, top, wide, style) {
   const text = fitted(shown(label), LONGEST_NAME, pen.font(style.size));
-  if (slanted) pen.text(text, x - 2, top - 8, { ...style, turn: -45 });
+  if (wide) pen.text(text, x - 2, top - 8, { ...style, turn: -Math.max(45, Math.ceil((Math.asin(Math.min(1, (1.05 * style.size) / wide)) * 180) / Math.PI)) });
   else pen.text(text, x, top - 13, { ...style, align: "center" });
 }
 

@@ -5,7 +5,7 @@ import { shown } from "./dom.js";
 export function writerName(t, { name, layer, head, from }, token) {
   if (head !== undefined) {
     const called = t(`writer.${name}`, { l: layer + 1, h: head + 1 });
-    return from ? t("writer.read", { head: called, token: shown(from.text) }) : called;
+    return from ? t("writer.read", { head: called, token: shown(from) }) : called;
   }
   if (layer !== undefined) return t(`writer.${name}`, { l: layer + 1 });
   return token && name === "token" ? t("writer.the", { token: shown(token) }) : t(`writer.${name}`);

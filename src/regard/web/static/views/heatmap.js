@@ -100,7 +100,7 @@ class HeatMap {
     }
     for (let c = c0; labelled && c < c1; c++) {
       const label = colLabels[c], on = isFound(label, find) || c === held[1];
-      columnName(pen, label, x(c) + wide / 2, top, upright, style(label, on));
+      columnName(pen, label, x(c) + wide / 2, top, upright && wide, style(label, on));
     }
     if (wide >= 32 && this.shown.exact) this.values(pen, x, y, wide, tall, colour);
     this.frames(pen, x, y, wide, tall, held);
@@ -151,7 +151,7 @@ class HeatMap {
       return;
     }
     const r = blockOf(row, span[1], matrix.rows), c = blockOf(col, span[3], matrix.cols);
-    const about = { r0: count(r.from), r1: count(r.to - 1), c0: count(c.from), c1: count(c.to - 1) };
+    const about = { r0: count(r.from + 1), r1: count(r.to), c0: count(c.from + 1), c1: count(c.to) };
     tip.show(event, matrix.values[r.at * matrix.cols + c.at], this.app.t("heatmap.cell", about), pair);
   }
 

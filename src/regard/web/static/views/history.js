@@ -65,6 +65,7 @@ class History {
     }
     const few = steps.filter((_, i) => i % Math.ceil(steps.length / (pen.width < 560 ? 3 : 7)) === 0);
     for (const step of few) pen.text(count(step), x(step), TALL - 22, { size: 11, align: "center", fill: quiet });
+    pen.text(t("history.step"), left + room + 12, TALL - 22, { size: 11, fill: quiet });
     if (this.hasLoss()) this.losses(pen, x, left, room);
   }
 

@@ -55,12 +55,11 @@ class Next {
 
   draw(pen) {
     if (!this.shown) return;
-    const { t } = this.app, { accent, quiet, wash, line, ink } = pen.colours, left = Math.min(170, pen.width * 0.3), right = 86;
+    const { t } = this.app, { accent, quiet, line, ink } = pen.colours, left = Math.min(170, pen.width * 0.3), right = 86;
     const bars = this.bars(), wide = pen.width - left - right, top = Math.max(...bars.map((one) => Math.max(one.now, one.probability)), 1e-9);
     bars.forEach((one, i) => {
       const y = 10 + i * STEP, cut = one.now === 0;
       pen.text(fitted(shown(one.text), left - 16, pen.font(15)), left - 12, y + STEP / 2, { size: 15, align: "right", fill: cut ? quiet : ink });
-      pen.rect(left, y + 7, wide, STEP - 14, { fill: wash, radius: 4 });
       pen.rect(left, y + 7, Math.max(cut ? 0 : 2, (wide * one.now) / top), STEP - 14, { fill: accent, radius: 4 });
       const mark = left + (wide * one.probability) / top; // the probability without the sliders
       pen.path([mark, y + 4, mark, y + STEP - 4], { stroke: ink, width: 1.5, opacity: 0.6 });

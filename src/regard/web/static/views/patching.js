@@ -170,7 +170,7 @@ class Patching {
     const { from, to, left, cell, above, tall } = at, max = Math.max(0.05, ...values.map(Math.abs)), [layer, unit] = this.chosen(), size = nameSize(cell, 12);
     for (let c = from; c < to; c++) {
       const isChanged = !byHead && labels[c].text !== changedLabels[c].text;
-      columnName(pen, names[c], left + (c - from + 0.5) * cell, above, !byHead, { size, fill: isChanged || c === unit ? accent : quiet, weight: isChanged ? 600 : 400 });
+      columnName(pen, names[c], left + (c - from + 0.5) * cell, above, !byHead && cell, { size, fill: isChanged || c === unit ? accent : quiet, weight: isChanged ? 600 : 400 });
     }
     for (let l = 0; l < layers; l++) {
       pen.text(pen.width < 560 ? String(l + 1) : t("variant.nth", { l: l + 1 }), left - 10, above + (l + 0.5) * tall, { size: 12, align: "right", fill: quiet });

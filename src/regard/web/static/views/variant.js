@@ -29,7 +29,7 @@ class Variant {
     this.most = el("span");
     this.after = el("select", { class: "field", "aria-label": t("next.after"), onchange: () => state.set({ position: Number(this.after.value) }) });
     this.boards = el("div");
-    host.append(el("p", { class: "caption" }, t("variant.caption")), el("div", { class: "changes" }, this.settings, this.switches), this.matters,
+    host.append(el("p", { class: "caption" }, t(app.model().generates ? "variant.caption" : "variant.caption.class")), el("div", { class: "changes" }, this.settings, this.switches), this.matters,
       this.written, this.happened, this.forced, this.edited, this.boards);
     this.sheet = new Surface(this.boards, {
       vector: true, label: t("view.variant"), draw: (pen) => this.draw(pen), height: (w) => this.layout(w).height,
@@ -234,7 +234,7 @@ class Variant {
     for (let r = 0; labelled && r < matrix.rows; r++) {
       pen.text(fitted(shown(rows[r]), left - 10, pen.font(size)), x - 8, y + (r + 0.5) * cell, { ...style(rows[r]), align: "right" });
     }
-    for (let c = 0; labelled && c < matrix.cols; c++) columnName(pen, cols[c], x + (c + 0.5) * cell, y, true, style(cols[c]));
+    for (let c = 0; labelled && c < matrix.cols; c++) columnName(pen, cols[c], x + (c + 0.5) * cell, y, cell, style(cols[c]));
     if (matrix.values.length > 2500 || matrix.values.length !== before.values.length) return;
     matrix.values.forEach((value, i) => {
       const r = Math.floor(i / matrix.cols), c = i % matrix.cols;

@@ -26,21 +26,21 @@ class Walk {
   }
 
   async update() {
-    const mine = ++this.asked, { data, t } = this.app, pair = await this.pair.chosen(), { kind, layer, row, col } = pair;
-    const steps = await data.walk(kind, layer, pair.isMean ? -1 : pair.head, row, col), absent = steps.v_absent && await this.app.sentence(steps.v_absent);
+    const mine = ++this.asked, { data } = this.app, pair = await this.pair.chosen(), { kind, layer, row, col } = pair;
+    const steps = await data.walk(kind, layer, pair.head, row, col), absent = steps.v_absent && await this.app.sentence(steps.v_absent);
     if (mine !== this.asked) return;
     this.shown = { ...pair, steps, absent };
-    this.note.textContent = pair.isMean ? t("walk.onehead.most", { h: steps.head + 1 }) : "";
+    this.note.textContent = this.pair.note(pair, steps.head);
     this.pair.show(pair);
     this.sheet.redraw();
   }
 
   draw(pen) {
     if (!this.shown) return;
-    const { steps: s, row, col, rowLabels, colLabels, absent } = this.shown, { t } = this.app, top = largest(s.q, s.k);
+    const { steps: s, queryToken, keyToken, absent } = this.shown, { t } = this.app, top = largest(s.q, s.k);
     const vectors = () => {
-      this.strip(pen, `q  ${shown(rowLabels[row])}`, s.q, top, "q");
-      this.strip(pen, `k  ${shown(colLabels[col])}`, s.k, top, "k");
+      this.strip(pen, `q  ${shown(queryToken)}`, s.q, top, "q");
+      this.strip(pen, `k  ${shown(keyToken)}`, s.k, top, "k");
     };
     this.y = 14;
     this.title(pen, t("walk.dot"));

@@ -33,10 +33,10 @@ class Why {
     const { app } = this, { data, t } = app, mine = ++this.asked;
     if (!app.model().layered) { this.pair.node.hidden = true; this.says.textContent = t("layered.none"); return; }
     const pair = await this.pair.chosen(), { kind, layer, head, row, col } = pair;
-    const [found, read] = await Promise.all([data.why(kind, layer, head, row, col), data.labels(kind === "cross" ? "self" : kind, "rows")]); // a row of cross-attention is labelled with the token it predicts
+    const found = await data.why(kind, layer, head, row, col);
     if (mine !== this.asked) return;
-    this.shown = { ...pair, ...found, queryToken: read[row], keyToken: pair.colLabels[col] };
-    this.note.textContent = pair.isMean ? t("walk.onehead", { h: head + 1 }) : "";
+    this.shown = { ...pair, ...found };
+    this.note.textContent = this.pair.note(pair, found.head);
     this.pair.show(pair);
     this.tell();
     this.sheet.redraw();
@@ -72,8 +72,8 @@ class Why {
     const values = lines.map(({ value }) => value), low = Math.min(0, ...values), max = Math.max(-low, ...values, 1e-9);
     const scale = (pen.width - left - right - 8) / (Math.max(0, ...values) - low || 1), middle = left - low * scale;
     if (wide) {
-      pen.text(fitted(t("why.query", { token: shown(this.shown.rowLabels[this.shown.row]) }), names, pen.font(12)), names, 14, { size: 12, fill: quiet, align: "right" });
-      pen.text(fitted(t("why.key", { token: shown(this.shown.colLabels[this.shown.col]) }), names, pen.font(12)), names + 28, 14, { size: 12, fill: quiet });
+      pen.text(fitted(t("why.query", { token: shown(this.shown.queryToken) }), names, pen.font(12)), names, 14, { size: 12, fill: quiet, align: "right" });
+      pen.text(fitted(t("why.key", { token: shown(this.shown.keyToken) }), names, pen.font(12)), names + 28, 14, { size: 12, fill: quiet });
     }
     if (wide) pen.path([middle, top - 6, middle, top + lines.length * step], { stroke: line });
     lines.forEach((one, i) => {

@@ -112,12 +112,13 @@ class Watch {
       this.field("seed", this.settings.seed, { type: "number", min: 0, max: 999999999 }, (text) => /^\d{1,9}$/.test(text) && { seed: Number(text) }));
   }
 
-  /** A text input; the browser reports an invalid value, which is not applied. */
+  /** A text input; the browser says what is wrong with an invalid value, which is not applied. */
   field(name, value, props, read) {
     const input = el("input", { class: "field", name, ...props, onchange: () => {
       const values = read(input.value.trim().toLowerCase());
       input.setAttribute("aria-invalid", String(!values));
-      if (values) this.change(values);
+      input.setCustomValidity(values ? "" : props.placeholder ?? "");
+      if (input.reportValidity() && values) this.change(values);
     } });
     input.value = value;
     return el("label", { class: "choice" }, el("span", { class: "quiet" }, this.t(`watch.${name}`)), " ", input);
@@ -141,6 +142,7 @@ class Watch {
     const { t, now, parts } = this, loss = now.step ? now.loss.toFixed(3) : "–";
     parts.lead.textContent = t("watch.lead", { size: count(now.size) });
     this.playButton.textContent = t(now.playing ? "watch.pause" : "watch.play");
+    this.playButton.disabled = now.ended;
     const figures = [["watch.nth", now.step], ["watch.loss", loss], ["watch.accuracy", percent(now.accuracy)]];
     parts.figures.replaceChildren(...figures.map(([name, value]) => el("div", { "data-figure": name.replace("watch.", "") }, el("dt", {}, t(name)), el("dd", {}, String(value)))));
     const happened = whatHappened(now, this.settings, this.previous).map(([key, values]) => t(key, values)).join("");

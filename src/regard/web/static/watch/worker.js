@@ -13,7 +13,7 @@ function tell() {
   const { accuracy, patterns } = examined;
   const losses = training.losses.slice(told);
   told = training.n_steps;
-  postMessage({ step: told, losses, loss: training.loss, size: training.model.size, accuracy, patterns, playing, ...training.look() });
+  postMessage({ step: told, losses, loss: training.loss, size: training.model.size, accuracy, patterns, playing, ended: training.n_steps >= LAST_STEP, ...training.look() });
 }
 
 function run() {
