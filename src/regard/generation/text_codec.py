@@ -142,7 +142,7 @@ def resolve_config(
 
 
 def merge_config(model: Model, config: GenerateConfig | None, fields: Mapping[str, Any]) -> GenerateConfig:
-    """A config with the given fields and the model's rules: its additional end tokens stop a text, others never occur."""
+    """A config with the given fields and the model's rules: more tokens that end a text, and those that never occur."""
     if config is None:
         config = GenerateConfig(**fields)
     elif fields:

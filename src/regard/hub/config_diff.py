@@ -49,8 +49,9 @@ _BLOCKS = (
 )
 # Settings of text embeddings, which are computed from the model's states and not part of the model.
 _EMBEDDING = ("embed_pooling", "embed_normalise", "embed_len")
+_GENERATION = ("more_eos_ids", "forbidden_ids")  # rules for generated texts
 _RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    ((*_DROPOUTS, "drop_path", "init_std", "attention_backend", "more_eos_ids", "forbidden_ids", *_EMBEDDING), lambda c: False),
+    ((*_DROPOUTS, "drop_path", "init_std", "attention_backend", *_GENERATION, *_EMBEDDING), lambda c: False),
     (("balance_loss", "router_z_loss"), lambda c: False),
     (("experts_per_token", "renormalise_experts", "router_bias"), lambda c: c.experts is not None),
     (("cell", "alignment", "bidirectional", "input_feeding"), lambda c: c.architecture == "recurrent"),
