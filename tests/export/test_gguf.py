@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from regard import cli
 from regard.config import RopeScalingConfig
 from regard.errors import BadModelFile
 from regard.export import export, open_engine
+from regard.export.engines import GgufEngine
 from regard.hub import gguf_file
 from regard.hub.gguf_file import GgufDirectory, gguf_obstacles, write_gguf
 from regard.models import Model, build
@@ -397,6 +400,29 @@ def test_llama_cpp_computes_the_same_logits(name: str, fields: dict[str, Any], t
     rows = {row["name"]: row for row in json.loads((folder / "certificate.json").read_bytes())["comparisons"]}
     assert rows["llama.cpp"]["max_abs"] < 1e-4
     assert rows["llama.cpp"]["same_text"] == 1.0
+
+
+class OurLlama:
+    """The part of llama.cpp's interface that the engine uses, computed by our model."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        self.model, self.n_tokens, self._ids = small("llama-1b"), 0, list[int]()
+
+    @torch.no_grad()
+    def eval(self, tokens: list[int]) -> None:
+        self._ids = [*self._ids[: self.n_tokens], *tokens]
+        self.scores = self.model(torch.tensor([self._ids]))[0].numpy()
+
+
+def test_forbidden_tokens_never_occur(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = types.SimpleNamespace(Llama=OurLlama, GGML_TYPE_F32=0)
+    monkeypatch.setitem(sys.modules, "llama_cpp", fake)  # type: ignore[arg-type]  # which need not be installed
+    model, rows = small("llama-1b"), [[5, 6, 7], [8, 9]]
+    usual = regard.generation.generate(model, rows, max_new_tokens=12).tokens
+    model.config = model.config.with_(forbidden_ids=(usual[0][0], usual[1][0]))
+    engine = GgufEngine(tmp_path / "model.gguf", model.config, None)
+    found = engine.write(rows, max_new_tokens=12)
+    assert found == regard.generation.generate(model, rows, max_new_tokens=12).tokens != usual
 
 
 @needs_llama_cpp

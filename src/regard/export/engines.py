@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -334,13 +335,17 @@ class GgufEngine(Engine):
         return [self._continue(row, min(config.max_new_tokens, self.max_len - len(row))) for row in rows]
 
     def _continue(self, row: list[int], limit: int) -> list[int]:
-        text: list[int] = []
-        logits = self._logits(row)
-        while len(text) < limit and (token := int(logits[-1].argmax())) not in self.end_ids:
+        text, token = list[int](), self._next_token(row)
+        while len(text) < limit and token not in self.end_ids:
             text.append(token)
             if len(text) < limit:
-                logits = self._logits([token], after=len(row) + len(text) - 1)
+                token = self._next_token([token], after=len(row) + len(text) - 1)
         return text
+
+    def _next_token(self, tokens: list[int], after: int = 0) -> int:
+        logits = self._logits(tokens, after)[-1]
+        logits[list(self.config.forbidden_ids)] = -math.inf
+        return int(logits.argmax())
 
     def _logits(self, tokens: list[int], after: int = 0) -> Tensor:
         """Logits (T, V) of tokens that follow the first ``after`` tokens in llama.cpp's cache."""
