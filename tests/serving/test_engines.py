@@ -86,6 +86,22 @@ def test_what_an_engine_does_not_offer_is_refused_by_name(engine_api: tuple[str,
     assert httpx.post(f"{api.url}/v1/completions", json=body | stream, timeout=60).status_code == 400
 
 
+def test_an_engine_follows_the_rules_of_its_model(tmp_path: Path) -> None:
+    """More end tokens and forbidden ones are part of every config, and none of the client's options."""
+    model = translator(forbidden_ids=(40,), more_eos_ids=(41,))
+    model.save(tmp_path / "model")
+    export_ctranslate2(model, tmp_path / "model" / "ctranslate2")
+    asked = {"model": "model", "text": LINES[:3], "max_tokens": 9}
+    with serving_api(open_served([tmp_path / "model"], "cpu", "ctranslate2", Limits())) as api:
+        answer = httpx.post(f"{api.url}/v1/translate", json=asked, timeout=60)
+        assert answer.status_code == 200, answer.text
+        found = [one["text"] for one in answer.json()["translations"]]
+        assert found == open_engine(tmp_path / "model", "ctranslate2").translate(LINES[:3], max_new_tokens=9)
+        for option in ({"stop": "x"}, {"logit_bias": {"40": 1.0}}):
+            answer = httpx.post(f"{api.url}/v1/translate", json=asked | option, timeout=60)
+            assert (answer.status_code, next(iter(option)) in answer.json()["error"]["message"]) == (400, True)
+
+
 def test_log_probs_of_a_prompt_by_every_engine(tmp_path: Path) -> None:
     """Those of the model from an int8 directory; the others do not return them, and say so."""
     model = language_model()

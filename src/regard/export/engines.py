@@ -29,7 +29,7 @@ from ..foundation.plugins import import_optional
 from ..generation import GenerateConfig, generate
 from ..generation.prompts import default_output_length, fill_empty_rows, pad_prompts, source_tensors
 from ..generation.stop_conditions import decode_after
-from ..generation.text_codec import split_special_tokens
+from ..generation.text_codec import split_special_tokens, with_rules
 from ..hub.gguf_file import NAME as GGUF_FILE
 from ..models import Model
 from ..text import read_processor
@@ -71,10 +71,10 @@ class Engine(ABC):
         return self._write(self._check_rows(lists, config), config) if lists else []
 
     def _check_fields(self, config: GenerateConfig, supported: set[str]) -> None:
-        """Raise if a field other than the supported ones differs from its default."""
-        default = GenerateConfig()
+        """Raise if a field other than the supported ones differs from its default, and from the model's own rules."""
+        defaults = GenerateConfig(), with_rules(GenerateConfig(), self.config)
         for name in sorted(config.model_fields_set - supported):
-            if (value := getattr(config, name)) != getattr(default, name):
+            if (value := getattr(config, name)) not in [getattr(default, name) for default in defaults]:
                 raise ValueError(f"the {self.name} engine does not support {name}={value!r}; the torch engine does")
 
     def token_logits(self, source: Tensor, target: Tensor | None = None, padding_mask: Tensor | None = None) -> Tensor:

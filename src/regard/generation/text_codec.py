@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from ..config import ModelConfig
 from ..models import Model
 from ..text.chat import read_messages
 from ..text.processor import Processor
@@ -142,13 +143,18 @@ def resolve_config(
 
 
 def merge_config(model: Model, config: GenerateConfig | None, fields: Mapping[str, Any]) -> GenerateConfig:
-    """A config with the given fields and the model's rules: more tokens that end a text, and those that never occur."""
+    """A config with the given fields and the model's rules."""
     if config is None:
         config = GenerateConfig(**fields)
     elif fields:
         config = config.with_(**fields)
-    ends = [(index,) for index in model.config.more_eos_ids if (index,) not in config.stop]
-    forbidden = dict.fromkeys(model.config.forbidden_ids, -math.inf)
+    return with_rules(config, model.config)
+
+
+def with_rules(config: GenerateConfig, model: ModelConfig) -> GenerateConfig:
+    """A config with the rules of a model: more tokens that end a text, and those that never occur."""
+    ends = [(index,) for index in model.more_eos_ids if (index,) not in config.stop]
+    forbidden = dict.fromkeys(model.forbidden_ids, -math.inf)
     rules: dict[str, Any] = {"stop": (*config.stop, *ends)} if ends else {}
     return config.with_(**rules | ({"logit_bias": forbidden | config.logit_bias} if forbidden else {}))
 
