@@ -294,7 +294,7 @@ def test_log_probs_of_a_prompt_at_the_edges(api: ServedApi, models: dict[str, Mo
 
 def test_nan_of_a_model_is_its_fault_and_not_the_clients() -> None:
     """A status 500, and in a stream an event, whichever route finds it; wrong requests are still 400."""
-    broken = {"speaker": language_model(max_len=64), "classifier": classifier()}
+    broken = {"speaker": language_model(max_len=64), "classifier": classifier(), "tagger": classifier(head="tag")}
     with torch.no_grad():
         for model in broken.values():
             model.embeddings.position.weight[9] = torch.nan  # type: ignore[union-attr, index]
@@ -304,7 +304,8 @@ def test_nan_of_a_model_is_its_fault_and_not_the_clients() -> None:
         for fields in ({}, {"temperature": 0}, {"stream": True}, {"beams": 2}, {"echo": True, "logprobs": 1}):
             assert refused(api, "completions", 500, **body, **fields) == NAN
         assert refused(api, "completions", 500, **(body | {"prompt": [5] * 7})) == NAN  # after a few tokens
-        assert refused(api, "classify", 500, model="classifier", text=TEXT * 3) == NAN
+        for name in ("classifier", "tagger"):
+            assert refused(api, "classify", 500, model=name, text=TEXT * 3) == NAN
         vectors = "the model's vectors are NaN; its training may have diverged"
         assert refused(api, "embeddings", 500, model="speaker", input=long) == vectors
         assert "leaves no room" in refused(api, "completions", 400, **(body | {"prompt": [5] * 64}))

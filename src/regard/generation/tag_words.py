@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..models import Model, ModelOrPath, open_model
 from ..text.words import entity_spans, has_entities, split_words
+from .cached_engine import check_logits
 from .generate import inference
 from .generation_config import GenerateConfig
 from .prompts import length_batches, pad_sources, source_tensors
@@ -73,8 +72,9 @@ def tag(
         for batch in length_batches(model, GenerateConfig(), lengths, [0] * len(sources)):
             padded = pad_sources([sources[index] for index in batch], model)
             logits = model(padded.values, padding_mask=padded.padding_mask).float()
-            best = torch.max(logits.softmax(-1), dim=-1)
-            for index, probabilities, tags in zip(batch, best.values.tolist(), best.indices.tolist(), strict=True):
+            best, choices = (x.cpu() for x in logits.softmax(-1).max(-1))
+            for index, row, tags in zip(batch, best, choices.tolist(), strict=True):
+                probabilities = check_logits(row[: lengths[index]]).tolist()
                 tokens = [token if token < lengths[index] else -1 for token in encoded[index][1]]  # of each word
                 word_tags = [names[tags[token]] if token >= 0 else outside for token in tokens]
                 word_probabilities = [probabilities[token] if token >= 0 else 0.0 for token in tokens]
