@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import regard
-from generation.spoken import classifier, language_model
+from generation.spoken import classifier, image_classifier, language_model
 from regard.generation.label_answers import label_answerer
 from regard.models import Model
 from regard.serving import api_models, create_api
@@ -86,7 +86,7 @@ def test_every_kind_of_label_is_answered_as_the_command_answers_it() -> None:
         "tagger": {"head": "tag"},
     }
     models = {name: classifier(**fields) for name, fields in shapes.items()}
-    with serving_api(models) as api:
+    with serving_api(models | {"pictures": image_classifier()}) as api:
         for name, model in models.items():
             for threshold in (None, 0.2, 1.0) if name in ("one", "several") else (None,):
                 (wanted,) = label_answerer(model, threshold=threshold).answer([TEXT])
@@ -104,6 +104,7 @@ def test_every_kind_of_label_is_answered_as_the_command_answers_it() -> None:
             ({"model": "rater", "text": "a", "threshold": 0.5}, "threshold=0.5 is for classes, which"),
             ({"model": "one", "text": "a", "second": "b", "attention": {}}, "the attention of a pair"),
             ({"model": "tagger", "text": ""}, "empty"),
+            ({"model": "pictures", "image": picture(), "second": "b"}, "this model reads one image at a time"),
         ):
             assert message in refused(api, "classify", 400, **fields)
         too_long = refused(api, "classify", 400, model="one", text="dog " * 100)

@@ -149,14 +149,13 @@ async def classify(state: State, body: ClassifyBody) -> Response:
     if value is None or other is not None:
         raise ApiError(400, f"model {model.id!r} reads {name}: give {name} and nothing else", name)
     model.check_attention(body.attention)
-    inputs = _as_list(value)
+    answer, inputs = model.answerer(body.threshold, has_pairs=body.second is not None), _as_list(value)
     if body.second is not None:
         inputs = _text_pairs(inputs, _as_list(body.second), body)
     if reads_images:
         inputs = await asyncio.to_thread(lambda: [decode_image(item, state.limits) for item in inputs])
     else:
         model.check_length(inputs)
-    answer = model.answerer(body.threshold, has_pairs=body.second is not None)
     results = []
     for start in range(0, len(inputs), _CLASSIFY_BATCH):
         results += await model.run(partial(answer, inputs[start : start + _CLASSIFY_BATCH]))
