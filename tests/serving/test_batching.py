@@ -733,6 +733,7 @@ def test_who_is_idle_has_freed_and_counted_everything(
         time.sleep(0.001)
     assert was_idle == [False]
     assert scheduler.statistics.finished == 1
+    assert not scheduler.run(lambda: scheduler.is_idle).result(60)  # nor while it does other work
 
 
 def test_one_request_that_fails_leaves_the_others_alone(schedule: Callable[..., Scheduler]) -> None:

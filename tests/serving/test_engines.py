@@ -16,6 +16,7 @@ from regard.export.engines import open_engine
 from regard.export.onnx_export import export_onnx
 from regard.export.quantise import quantise, write_int8
 from regard.serving.engine_scheduler import EngineScheduler, open_served
+from regard.serving.running_text import TextRequest
 from regard.web.requests import Limits
 
 from .served_api import TEXT, ServedApi, serving_api
@@ -84,6 +85,24 @@ def test_what_an_engine_does_not_offer_is_refused_by_name(engine_api: tuple[str,
     assert "--engine torch" in answer.json()["error"]["message"]
     stream = {"stream": True, "temperature": 0, "stop": "x"}
     assert httpx.post(f"{api.url}/v1/completions", json=body | stream, timeout=60).status_code == 400
+
+
+def test_a_batch_that_is_taken_from_the_queue_runs(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In between, the scheduler would seem idle, and a server that ends would not wait for its thread."""
+    was_idle = list[bool]()
+    with serving_api(open_served([shipped / "translator-ctranslate2"], "cpu", "ctranslate2", Limits())) as api:
+        scheduler = api.scheduler("translator-ctranslate2")
+        take = scheduler._next_batch
+
+        def take_noting() -> list[TextRequest]:
+            if batch := take():
+                was_idle.append(scheduler.is_idle)
+            return batch  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(scheduler, "_next_batch", take_noting)
+        asked = {"model": "translator-ctranslate2", "text": TEXT, "max_tokens": 5}
+        assert httpx.post(f"{api.url}/v1/translate", json=asked, timeout=60).status_code == 200
+    assert was_idle == [False]
 
 
 def test_an_engine_follows_the_rules_of_its_model(tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ class EngineScheduler(Scheduler):
         requests = self._next_batch()
         if not requests:
             return
-        self._running |= set(requests)
         self._count()
         for request in requests:
             request.started = time.monotonic()
@@ -69,6 +68,7 @@ class EngineScheduler(Scheduler):
             matching = [request for request in waiting if request.config == waiting[0].config]
             batch = matching[: max(1, self.max_rows // matching[0].size)] if matching else []
             self._waiting.remove(set(batch))
+            self._running |= set(batch)
         return batch
 
     def _decode(self, requests: Sequence[TextRequest]) -> list[Hypothesis]:

@@ -167,7 +167,8 @@ class Scheduler:
     def _do_round(self) -> None:
         self._drop_cancelled()
         if self._work:
-            _fulfil(*self._work.popleft())
+            _fulfil(*self._work[0])
+            self._work.popleft()  # last: while it runs, the scheduler is not idle
         self._advance_texts()
         self._post_events()
 
