@@ -238,6 +238,10 @@ def test_an_answer_is_marked_in_passages_that_have_a_token() -> None:
     assert (found.source, found.shares) == (1, [0.0, 1.0])
     with pytest.raises(ValueError, match="has a token left next to the question"):
         regard.answer(reader, "who has it", [["", ""]])
+    with torch.no_grad():
+        next(reader.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="the model's logits are NaN"):
+        regard.answer(reader, "who has it", [["Anna", "Anna has the cat"]])
 
 
 def test_what_a_run_says_to_type_next_can_be_typed(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..attention import record
 from ..data.batching import cut_pair, pair_segments, truncate
 from ..models import Model, ModelOrPath, open_model
+from .cached_engine import check_logits
 from .generate import generate, inference
 from .passage_index import Passage, PassageIndex, open_index
 from .prompts import max_text_length, pad_sources, source_tensors
@@ -153,7 +154,7 @@ def _extract_answer(model: Model, question: str, passages: list[Passage]) -> Ans
         spans.append(row[first + start : first + end])
     if max(scores) == -torch.inf:
         raise ValueError(f"no passage for {question!r} has a token left next to the question")
-    shares = torch.tensor(scores).softmax(0)
+    shares = check_logits(torch.tensor(scores)).softmax(0)
     best = int(shares.argmax())
     text = tokenizer.decode(spans[best])
     words = [AnswerWord(word, best, float(shares[best])) for word in text.split()]
