@@ -21,6 +21,8 @@ from generation.spoken import classifier, image_classifier, language_model
 from regard.generation.label_answers import label_answerer
 from regard.models import Model
 from regard.serving import api_models, create_api
+from regard.serving.choices import TextChoice
+from regard.serving.openai_documents import CompletionDocument
 from regard.web.requests import Limits
 from web.served import picture
 
@@ -291,6 +293,24 @@ def test_log_probs_of_a_prompt_at_the_edges(api: ServedApi, models: dict[str, Mo
     said = refused(api, "completions", 400, model="translator", prompt=TEXT, echo=True, logprobs=1)
     assert said == "model 'translator' has an encoder, whose prompt has no log P: echo cannot be combined with logprobs"
     assert ask(api, "completions", model="translator", prompt=TEXT, echo=True, max_tokens=2)["choices"][0]["text"]
+
+
+def test_log_probs_of_a_prompt_are_not_written_in_the_event_loop(
+    api: ServedApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All streams would wait: 3,600 tokens, each with the 20 likeliest, take a second."""
+    plain, in_loop = CompletionDocument._log_probs, list[bool]()
+
+    def note(document: CompletionDocument, choice: TextChoice, start: int) -> dict[str, Any]:
+        in_loop.append(asyncio._get_running_loop() is not None)
+        return plain(document, choice, start)
+
+    monkeypatch.setattr(CompletionDocument, "_log_probs", note)
+    body: dict[str, Any] = {"model": "speaker", "prompt": TEXT, "max_tokens": 2, "echo": True, "logprobs": 1}
+    for stream in (False, True):
+        assert httpx.post(f"{api.url}/v1/completions", json=body | {"stream": stream}, timeout=60).status_code == 200
+    assert len(in_loop) > 1
+    assert not any(in_loop)
 
 
 def test_nan_of_a_model_is_its_fault_and_not_the_clients() -> None:

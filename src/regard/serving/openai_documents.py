@@ -23,6 +23,11 @@ class OpenAIDocument:
         self._n_logged: dict[int, int] = {}  # number of tokens of each choice whose log P was sent
         self._n_letters: dict[int, int] = {}  # number of characters in those tokens
 
+    @property
+    def lists_prompt(self) -> bool:
+        """Whether log P of the prompt is part of it: too much to write in the event loop."""
+        return self.writing.choices[0].reading.n_top is not None
+
     def frame(self, kind: str | None = None) -> dict[str, Any]:
         return {
             "id": f"{self.prefix}-{self.writing.id}",

@@ -335,7 +335,7 @@ async def _respond_as_openai(document: OpenAIDocument, best_of: int) -> Response
     if best_of > body.n:
         choices = _best_of(choices, best_of, body.n)
     await _add_attention(writing.model, choices, body, document.extras)
-    is_large = body.attention is not None or len(choices[0].reading.log_probs) > 1
+    is_large = body.attention is not None or document.lists_prompt
     whole = await asyncio.to_thread(document.whole, choices) if is_large else document.whole(choices)
     return await _respond(whole, is_large)
 
@@ -371,11 +371,15 @@ async def _chunks(
 ) -> AsyncIterator[bytes]:
     """The events of a stream; those that are ready at the same time are one chunk."""
     body, writing = document.body, document.writing
+
+    def write(changes: list[tuple[TextChoice, str]]) -> list[bytes]:
+        return [_event(new) for change in changes if (new := document.piece(*change))]
+
     events = [_event(chunk) for chunk in document.beginning()]
     async with aclosing(following):  # type: ignore[type-var]  # an async generator
         try:
             while changes:
-                events += [_event(new) for change in changes if (new := document.piece(*change))]
+                events += await asyncio.to_thread(write, changes) if document.lists_prompt else write(changes)
                 if events and (writing.n_unfinished or body.attention is not None):  # the next ones take time
                     yield b"".join(events)
                     events = []
