@@ -185,9 +185,8 @@ class TileWalk:
         scoring = replace(whole, q=whole.q[b, h], k=k, frame=whole.frame.part(batch, heads), sinks=sinks)
         if len(heads) < self.shape[1]:
             own, all_heads = _first_scores(scoring), _first_scores(whole)[b, h]
-            if (own - all_heads).abs().max() > 1000 * torch.finfo(
-                own.dtype
-            ).eps * all_heads.abs().max():  # not rounding
+            rounding = 1000 * torch.finfo(own.dtype).eps * all_heads.abs().max()
+            if (own - all_heads).abs().max() > rounding:
                 name = f"{type(whole.mechanism).__name__}.tile"
                 raise ValueError(f"{name} mixes heads, so it cannot score one head alone; mix them in queries and keys")
         return TileWalk(scoring, self.lse[b, h])
