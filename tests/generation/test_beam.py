@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -51,6 +52,23 @@ def test_groups_stops_and_penalties_against_the_same_in_lists(static: bool) -> N
         script = Script(number, eos_bias=(number % 3) * 1.0)
         for prompt, found in zip(texts, search(script, texts, static=static, **fields), strict=True):
             close(found, by_hand(script, prompt, **fields))
+
+
+@pytest.mark.parametrize("forbidden", [(), (3, 7), tuple(range(16, 0, -2))])
+def test_a_gpu_leaves_forbidden_tokens_out_of_the_best(
+    forbidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not filter the scores of the whole vocabulary for them: every published Marian forbids its padding."""
+    search = BeamSearch(None, GenerateConfig(beam=3, logit_bias=dict.fromkeys(forbidden, -math.inf)), EOS)
+    torch.manual_seed(0)
+    logits, texts, past = torch.randn(2, 3, 40), torch.zeros(2, 3, 0, dtype=torch.int64), torch.randn(2, 3)
+    logits[..., list(forbidden)] += 3
+    whole = search._topk(logits, texts, past, None, 0)
+    for one, other in zip(search._topk_by_parts(logits, past), whole, strict=True):
+        torch.testing.assert_close(one, other)
+    monkeypatch.setattr(search, "_topk", None)
+    best = search._candidates(*(x.to("meta") for x in (logits, texts, past)), None, 0, 0)
+    assert best.token.shape == whole[2].shape
 
 
 def test_never_stops_too_early_where_short_texts_score_better() -> None:

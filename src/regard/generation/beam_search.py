@@ -30,6 +30,7 @@ from .stop_conditions import END, GOING_ON, LENGTH, Finish, StopStrings, finish_
 NO_TEXT = "the search found no text; the model's logits are not finite"
 _CORE_CACHE = 2**20  # numbers that fit into the cache of a CPU core
 _STRING_ENDS = 6  # continuations per beam that may complete a stop string at one step without narrowing the search
+_MAX_FORBIDDEN = 8  # tokens that are left out of the best ones, rather than masked in all scores
 _BLOCK = 64
 _MIN_BLOCKS = 8  # blocks per requested value above which ``block_topk`` is faster than topk
 
@@ -145,6 +146,9 @@ class BeamSearch:
         # Enough candidates that k go on even if the best continuations of every beam end.
         self.n_ends = len(ends) + (0 if strings is None else _STRING_ENDS)
         self.n_candidates = max(2, 1 + self.n_ends) * self.size
+        # A few forbidden tokens do not need all scores: they are left out of the best.
+        few = len(config.logit_bias) <= _MAX_FORBIDDEN and all(x == -math.inf for x in config.logit_bias.values())
+        self._other_filters = config.with_(logit_bias={}) if config.logit_bias and few else config
 
     def prepare_penalties(self, max_tokens: int, device: torch.device) -> None:
         """Compute the length penalties of texts of up to ``max_tokens`` tokens."""
@@ -257,8 +261,8 @@ class BeamSearch:
                 exact = self._topk(logits[ties], texts[ties], past[ties], None if price is None else price[ties], step)
                 for values, exact_values in zip(best, exact, strict=True):
                     values.index_copy_(0, ties, exact_values)
-        elif price is None and not has_filters(self.config, step):
-            best = self._unfiltered_topk(logits, past)
+        elif price is None and not has_filters(self._other_filters, step):
+            best = self._topk_by_parts(logits, past)
         else:
             best = self._topk(logits, texts, past, price, step)
         score, diverse, index = best
@@ -284,10 +288,14 @@ class BeamSearch:
         diverse, index = diverse.topk(min(self.n_candidates, k * n_tokens))
         return scores.gather(1, index), diverse, index
 
-    def _unfiltered_topk(self, logits: Tensor, past: Tensor) -> TopScores:
-        """``_topk`` without filters and price: the best tokens of each beam, then the best of those."""
-        n, k, n_tokens = logits.shape
-        score, token = ops_for(logits).best_tokens(logits.flatten(0, 1), min(self.n_candidates, n_tokens))
+    def _topk_by_parts(self, logits: Tensor, past: Tensor) -> TopScores:
+        """``_topk`` without filters other than forbidden tokens, and without price: the best tokens of each beam, then
+        the best of those."""
+        (n, k, n_tokens), forbidden = logits.shape, self.config.logit_bias
+        n_best = min(self.n_candidates + len(forbidden), n_tokens)
+        score, token = ops_for(logits).best_tokens(logits.flatten(0, 1), n_best)
+        for index in forbidden:
+            score = score.masked_fill(token == index, -math.inf)
         index = token.view(n, k, -1) + torch.arange(k, device=token.device)[:, None] * n_tokens
         score = (score.view(n, k, -1) + past[..., None]).flatten(1)
         score, order = score.topk(min(self.n_candidates, score.shape[1]))
