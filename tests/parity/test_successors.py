@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import regard
 from regard.config import ModelConfig
 from regard.generation import generate
-from regard.hub import write_config
+from regard.hub import read_config, write_config
 from regard.hub.families import BY_TYPE
 from regard.hub.hf_family import ForeignFields
 
@@ -226,6 +226,14 @@ def test_a_modernbert_with_scaled_positions_is_refused() -> None:
     scaled = {"rope_type": "linear", "factor": 2.0}
     assert "rope_type='linear'" in refusal(fields | {"rope_scaling": scaled})
     assert "rope_type='linear'" in refusal(fields | {"rope_parameters": {"full_attention": scaled}})
+
+
+def test_the_old_name_of_rope_parameters_means_both_kinds_of_layers() -> None:
+    fields = hf.ModernBertConfig(**MODERN, rope_scaling={"rope_theta": 77.0}).to_dict()
+    assert {kind["rope_theta"] for kind in fields["rope_parameters"].values()} == {77.0}
+    fields = hf.ModernBertConfig(**MODERN).to_dict() | {"rope_scaling": {"rope_theta": 77.0}}
+    config = read_config(fields).config
+    assert (config.rope_base, config.window_rope_base) == (77.0, 77.0)
 
 
 def test_what_the_features_become() -> None:
