@@ -324,8 +324,8 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
         ("gemma2", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": 3}, "sliding_window_pattern=3"),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
-        ("mixtral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
-        ("phi3", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("mixtral", {"layer_types": ["full_attention"] * 3, "sliding_window": 4}, "layer_types="),
+        ("phi3", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
         ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
         ("mamba2", {"time_step_limit": [0.0, 0.5]}, "time_step_limit=[0.0, 0.5]"),
@@ -345,6 +345,13 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
 )
 def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, Any], named: str) -> None:
     assert named in refusal(fields_of(case) | change)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "phi3", "phi3 window"])
+def test_kinds_of_layers_that_transformers_does_not_read_may_say_what_it_computes(case: str) -> None:
+    fields = fields_of(case)
+    kind = "full_attention" if fields["sliding_window"] is None else "sliding_attention"
+    assert read_config(fields | {"layer_types": [kind] * 3}).config == read_config(fields).config
 
 
 def test_a_cap_that_transformers_does_not_compute_is_not_written() -> None:
