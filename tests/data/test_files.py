@@ -367,6 +367,13 @@ def test_objects_of_two_fields_with_other_names_are_guessed_as_tables_are(tmp_pa
     assert open_source(path, valid_fraction=0.0).kind == "chats"
 
 
+def test_two_json_lists_are_two_tables_and_not_parallel_lines(tmp_path: Path) -> None:
+    """Written one object per line, they have the same number of lines."""
+    objects = [json.dumps({"source": pair.source, "target": pair.target}) for pair in PAIRS]
+    paths = [write(tmp_path / name, "[\n" + ",\n".join(objects) + "\n]\n") for name in ("a.json", "b.json")]
+    assert whole(paths) == [*PAIRS, *PAIRS]
+
+
 def test_bad_csv_records_are_named_by_the_line_they_start_in(tmp_path: Path) -> None:
     path = write(tmp_path / "l.csv", b'text,label\n"two\nlines",a\nonly\n\xff,b\nfew\n"never closed,b\n')
     with pytest.raises(BadData) as caught:

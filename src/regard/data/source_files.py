@@ -31,7 +31,7 @@ FORMATS: dict[str, Format] = {
     **{".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"},
     **{".json": "captions", ".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
 }
-_TABLES = (".tsv", ".csv", ".jsonl", ".ndjson", ".parquet")
+_TABLES = (".tsv", ".csv", ".jsonl", ".ndjson", ".json", ".parquet")
 _SAMPLE_ROWS = 1000
 COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en", "원문"),
