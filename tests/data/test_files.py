@@ -363,6 +363,8 @@ def test_objects_of_two_fields_with_other_names_are_guessed_as_tables_are(tmp_pa
     stars = [json.dumps({"stars": n % 2, "review": f"a film of {n} minutes"}) for n in range(8)]
     path = write(tmp_path / "stars.jsonl", "\n".join(stars))
     assert open_source(path, kind="labelled", valid_fraction=0.0).train[1] == Labelled("a film of 1 minutes", 1)
+    path = write(tmp_path / "pairs.json", '[{"source": "a", "target": "b", "caption": "c"}]')
+    assert list(open_source(path, kind="pairs", valid_fraction=0.0).train) == [Pair("a", "b")]
     path = write(tmp_path / "alpaca.json", json.dumps([{"instruction": "Add 1 and 2.", "input": "", "output": "3"}]))
     assert open_source(path, valid_fraction=0.0).kind == "chats"
 

@@ -298,8 +298,8 @@ def find_source_files(name: str, options: DataConfig) -> SourceFiles:
 
 def _from_file(path: Path, options: DataConfig) -> SourceFiles:
     form = options.format or detect_format(path, options)
-    if form == "captions" and options.format is None and not table_files.holds_captions(path):
-        form = "json"
+    if form == "captions" and options.format is None:
+        form = "captions" if options.kind in (None, "captions") and table_files.holds_captions(path) else "json"
     match form:
         case "text":
             return SourceFiles("text", "text", (path,))
