@@ -840,6 +840,12 @@ def test_half_of_a_surrogate_pair_goes_out_as_it_came_in(tmp_path: Path) -> None
     assert row_encoder("tsv", records, {})(record.fields) == "\ud800 가\n".encode("utf-8", "surrogatepass")
 
 
+def test_the_columns_of_json_lines_are_those_of_the_first_object_also_after_blank_lines(tmp_path: Path) -> None:
+    records = open_records(write(tmp_path / "p.jsonl", '\n\n{"id": 1, "text": "a"}\n\n{"id": 2, "text": "b"}\n'))
+    assert records.columns == ("id", "text")
+    assert [record.text for record in records.read()] == ["", "", "a", "", "b"]
+
+
 def test_records_of_a_json_list_and_of_nested_columns(tmp_path: Path) -> None:
     both = [{"translation": {"en": "one", "ko": "하나"}}, {"translation": {"en": "two", "ko": "둘"}}]
     for name in ("p.json", "p.jsonl", "p.parquet"):
