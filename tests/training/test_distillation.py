@@ -18,6 +18,7 @@ from regard.recipes import run_config
 from regard.training.distillation import distillation_loss
 from regard.training.loss import Batch, batch_loss
 from regard.training.run_directory import RunDirectory
+from regard.training.tasks.translation import Translate
 
 from .runs import assert_same, metrics, train, words_of, write_data
 from .test_initial_model import FAST, hf_directory
@@ -155,3 +156,12 @@ def test_distill_takes_other_sources(teachers: Any, tmp_path: Path, capsys: pyte
     assert valid.read_bytes() == before
     assert cli.main(["distill", str(teachers["classify"][0]), str(tmp_path / "s.tsv")]) == 2
     assert "sequences are distilled from a translator" in capsys.readouterr().err
+
+
+def test_no_pair_at_all_is_a_failure(
+    teachers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Translate, "translate", lambda self, model, texts, **_: [" "] * len(texts))
+    assert cli.main(["distill", str(teachers["translate"][0]), str(tmp_path / "s.tsv"), "--limit", "3"]) == 1
+    assert "gave a pair: 3 empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
