@@ -158,6 +158,21 @@ def test_distill_takes_other_sources(teachers: Any, tmp_path: Path, capsys: pyte
     assert "sequences are distilled from a translator" in capsys.readouterr().err
 
 
+def test_distill_does_not_overwrite_a_file_of_a_folder_it_reads(
+    teachers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher, data = teachers["translate"]
+    (tmp_path / "pairs").mkdir()
+    train = tmp_path / "pairs/train.tsv"
+    train.write_bytes(before := Path(data).read_bytes())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in (train.parent, "~/pairs", "~/pairs/train.tsv", f"{data}, {train}"):
+        assert cli.main(["distill", str(teacher), str(train), f"data.source={source}", "--limit", "1"]) == 2
+        assert "is the file to read, which would be lost" in capsys.readouterr().err
+    assert train.read_bytes() == before
+    assert cli.main(["distill", str(teacher), str(tmp_path / "pairs/new.tsv"), f"data.source={train.parent}"]) == 0
+
+
 def test_no_pair_at_all_is_a_failure(
     teachers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

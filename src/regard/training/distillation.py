@@ -162,8 +162,9 @@ def pair_file(out: str | Path) -> Path:
 
 
 def check_not_read(out: Path, read: Iterable[str | Path]) -> None:
-    """Raise UsageError for an output that is one of the files to read."""
-    if out.resolve() in {Path(name).resolve() for name in read}:
+    """Raise UsageError for an output that is one of the files to read, or a file in a folder to read."""
+    files = {Path(str(name).strip()).expanduser().resolve() for name in read}
+    if out.exists() and not files.isdisjoint((out.resolve(), *out.resolve().parents)):
         raise UsageError(f"{out} is the file to read, which would be lost; choose another")
 
 
