@@ -369,6 +369,26 @@ def test_objects_of_two_fields_with_other_names_are_guessed_as_tables_are(tmp_pa
     assert open_source(path, valid_fraction=0.0).kind == "chats"
 
 
+@pytest.mark.parametrize("name", ["r.csv", "r.jsonl", "r.json", "r.parquet"])
+def test_columns_that_are_chosen_mean_the_same_in_every_table(tmp_path: Path, name: str) -> None:
+    bodies, stars = [f"a film of {n} minutes" for n in range(8)], [str(n % 2) for n in range(8)]
+    objects = [{"n": n, "body": body, "stars": star} for n, (body, star) in enumerate(zip(bodies, stars, strict=True))]
+    texts = {
+        ".csv": "n,body,stars\n" + "".join(f"{x['n']},{x['body']},{x['stars']}\n" for x in objects),
+        ".jsonl": "\n".join(map(json.dumps, objects)),
+        ".json": json.dumps(objects),
+    }
+    path = tmp_path / name
+    if name == "r.parquet":
+        parquet(path, {"n": list(range(8)), "body": bodies, "stars": stars})
+    else:
+        write(path, texts[path.suffix])
+    for columns in (("body", "stars"), (1, 2)):
+        source = open_source(path, columns=columns, valid_fraction=0.0)
+        assert (source.kind, source.labels, source.train[1]) == ("labelled", ("0", "1"), Labelled(bodies[1], 1))
+    assert whole(path, columns=("n", "body"))[1] == Pair("1", bodies[1])
+
+
 def test_two_json_lists_are_two_tables_and_not_parallel_lines(tmp_path: Path) -> None:
     """Written one object per line, they have the same number of lines."""
     objects = [json.dumps({"source": pair.source, "target": pair.target}) for pair in PAIRS]

@@ -188,7 +188,13 @@ def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
         columns = tuple(keys[x] if isinstance(x, int) and x < len(keys) else x for x in options.columns)
         if form == "parquet":
             _check_columns(path, columns, keys)
-        return _schema_of_columns(columns, options.kind)
+        schema = _schema_of_columns(columns, options.kind)
+        if options.kind is None and schema.kind == "pairs":
+            rows = (table_files.cells_of(record, schema, path, 0, ReadReport()) for record in objects)
+            body = [list(cells) for cells in rows if cells is not None]
+            kind = _guess_kind(body, list(map(str, columns)), (0, 1), True, options.labels)
+            schema = replace(schema, kind=kind, guessed=kind != "pairs")
+        return schema
     if len(keys) == 2 and all(key.startswith("translation.") for key in keys):
         return Schema("pairs", tuple(keys), header=True)
     if (guess := schema_of_keys(keys, options.kind)) is not None:
