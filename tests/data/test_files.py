@@ -165,6 +165,9 @@ def test_parquet_is_read_as_other_tables_are(tmp_path: Path) -> None:
     path = parquet(tmp_path / "p.parquet", ours, row_group_size=2)
     assert whole(path) == whole(path, columns=("source", "target")) == whole(path, columns=(1, 2)) == PAIRS
     assert whole(parquet(tmp_path / "n.parquet", {"translation": [{"en": p[1], "ko": p[2]} for p in rows()]})) == PAIRS
+    numbered = parquet(tmp_path / "n.parquet", {"n": [7], "translation": [{"en": "a", "ko": "b"}]})
+    assert whole(numbered) == whole(numbered, columns=(0, 1)) == [Pair("a", "b")]
+    assert whole(numbered, columns=("n", "translation.ko")) == [Pair("7", "b")]
     more = write(tmp_path / "more.csv", "source,target\nNo.,아니.\n")
     assert whole([path, more]) == [*PAIRS, Pair("No.", "아니.")]
     parts = [parquet(tmp_path / f"both/{part}.parquet", ours) for part in ("train", "valid")]

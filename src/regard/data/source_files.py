@@ -182,8 +182,9 @@ def _suggest_columns(keys: list[str], kind: Kind) -> str:
 def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     records = islice(table_files.object_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
     objects = [record for _, record in records if isinstance(record, dict)]
-    both = objects[0].get("translation") if objects else None
-    keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(objects[0] if objects else ())
+    keys, both = (list(objects[0]), objects[0].get("translation")) if objects else ([], None)
+    sides = [f"translation.{key}" for key in both] if isinstance(both, dict) else []
+    keys = sides + [key for key in keys if not sides or key != "translation"]
     if options.columns is not None:
         columns = tuple(keys[x] if isinstance(x, int) and x < len(keys) else x for x in options.columns)
         if form == "parquet":
@@ -195,8 +196,8 @@ def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
             kind = _guess_kind(body, list(map(str, columns)), (0, 1), True, options.labels)
             schema = replace(schema, kind=kind, guessed=kind != "pairs")
         return schema
-    if len(keys) == 2 and all(key.startswith("translation.") for key in keys):
-        return Schema("pairs", tuple(keys), header=True)
+    if len(sides) == 2:
+        return Schema("pairs", tuple(sides), header=True)
     if (guess := schema_of_keys(keys, options.kind)) is not None:
         return guess
     if not keys:  # reading the file reports its lines
