@@ -118,6 +118,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (folder / "pairs.tsv").write_text("one\teins\ntwo\n", encoding="utf-8")
     (folder / "text.txt").write_text("hello\n", encoding="utf-8")
+    (folder / "nested.json").write_text('[{"text": {"ko": "가"}}]', encoding="utf-8")
+    (folder / "object.json").write_text("{}", encoding="utf-8")
+    (folder / "no.parquet").write_text("no", encoding="utf-8")
     return folder
 
 
@@ -153,6 +156,19 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
             1,
             "head='lm')은 글을 번역하는 일을 하지 않습니다. lm 과제의 모델입니다: regard generate runs/lm\n",
         ),
+        (
+            ["translate", "translator", "--file", "text.txt", "--column", "a"],
+            2,
+            "--column a: text.txt에는 열이 없습니다. 이름에 따라 표(.csv, .tsv, .jsonl, .ndjson, .parquet)가 아니라 "
+            "한 줄에 하나씩 든 글로 읽습니다",
+        ),
+        (
+            ["translate", "translator", "--file", "nested.json"],
+            1,
+            "nested.json:1: 'text'은(는) 글이 아니라 dict입니다. 읽을 부분을 정해 주세요: --column text.ko",
+        ),
+        (["translate", "translator", "--file", "object.json"], 1, "object.json에 든 것은 JSON dict입니다. 객체의"),
+        (["translate", "translator", "--file", "no.parquet"], 1, "no.parquet을(를) Parquet으로 읽을 수 없습니다: "),
         (["train", "--resume", "translator"], 3, "translator에 run.json이 없어 학습 실행이 아닙니다"),
         (["eval", "translator"], 1, "무엇으로 평가할지 data.source=…로 알려 주세요."),
         (["cost", "gpt2", "--device", "h20"], 2, "'h20' 장치는 없습니다. 혹시 h200인가요?"),

@@ -165,6 +165,9 @@ def test_parquet_is_read_as_other_tables_are(tmp_path: Path) -> None:
     path = parquet(tmp_path / "p.parquet", ours, row_group_size=2)
     assert whole(path) == whole(path, columns=("source", "target")) == whole(path, columns=(1, 2)) == PAIRS
     assert whole(parquet(tmp_path / "n.parquet", {"translation": [{"en": p[1], "ko": p[2]} for p in rows()]})) == PAIRS
+    numbered = parquet(tmp_path / "n.parquet", {"n": [7], "translation": [{"en": "a", "ko": "b"}]})
+    assert whole(numbered) == whole(numbered, columns=(0, 1)) == [Pair("a", "b")]
+    assert whole(numbered, columns=("n", "translation.ko")) == [Pair("7", "b")]
     more = write(tmp_path / "more.csv", "source,target\nNo.,아니.\n")
     assert whole([path, more]) == [*PAIRS, Pair("No.", "아니.")]
     parts = [parquet(tmp_path / f"both/{part}.parquet", ours) for part in ("train", "valid")]
@@ -363,8 +366,37 @@ def test_objects_of_two_fields_with_other_names_are_guessed_as_tables_are(tmp_pa
     stars = [json.dumps({"stars": n % 2, "review": f"a film of {n} minutes"}) for n in range(8)]
     path = write(tmp_path / "stars.jsonl", "\n".join(stars))
     assert open_source(path, kind="labelled", valid_fraction=0.0).train[1] == Labelled("a film of 1 minutes", 1)
+    path = write(tmp_path / "pairs.json", '[{"source": "a", "target": "b", "caption": "c"}]')
+    assert list(open_source(path, kind="pairs", valid_fraction=0.0).train) == [Pair("a", "b")]
     path = write(tmp_path / "alpaca.json", json.dumps([{"instruction": "Add 1 and 2.", "input": "", "output": "3"}]))
     assert open_source(path, valid_fraction=0.0).kind == "chats"
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.jsonl", "r.json", "r.parquet"])
+def test_columns_that_are_chosen_mean_the_same_in_every_table(tmp_path: Path, name: str) -> None:
+    bodies, stars = [f"a film of {n} minutes" for n in range(8)], [str(n % 2) for n in range(8)]
+    objects = [{"n": n, "body": body, "stars": star} for n, (body, star) in enumerate(zip(bodies, stars, strict=True))]
+    texts = {
+        ".csv": "n,body,stars\n" + "".join(f"{x['n']},{x['body']},{x['stars']}\n" for x in objects),
+        ".jsonl": "\n".join(map(json.dumps, objects)),
+        ".json": json.dumps(objects),
+    }
+    path = tmp_path / name
+    if name == "r.parquet":
+        parquet(path, {"n": list(range(8)), "body": bodies, "stars": stars})
+    else:
+        write(path, texts[path.suffix])
+    for columns in (("body", "stars"), (1, 2)):
+        source = open_source(path, columns=columns, valid_fraction=0.0)
+        assert (source.kind, source.labels, source.train[1]) == ("labelled", ("0", "1"), Labelled(bodies[1], 1))
+    assert whole(path, columns=("n", "body"))[1] == Pair("1", bodies[1])
+
+
+def test_two_json_lists_are_two_tables_and_not_parallel_lines(tmp_path: Path) -> None:
+    """Written one object per line, they have the same number of lines."""
+    objects = [json.dumps({"source": pair.source, "target": pair.target}) for pair in PAIRS]
+    paths = [write(tmp_path / name, "[\n" + ",\n".join(objects) + "\n]\n") for name in ("a.json", "b.json")]
+    assert whole(paths) == [*PAIRS, *PAIRS]
 
 
 def test_bad_csv_records_are_named_by_the_line_they_start_in(tmp_path: Path) -> None:
@@ -829,6 +861,12 @@ def test_half_of_a_surrogate_pair_goes_out_as_it_came_in(tmp_path: Path) -> None
     (record,) = records.read()
     assert row_encoder("jsonl", records, {})(record.fields) == path.read_bytes()
     assert row_encoder("tsv", records, {})(record.fields) == "\ud800 가\n".encode("utf-8", "surrogatepass")
+
+
+def test_the_columns_of_json_lines_are_those_of_the_first_object_also_after_blank_lines(tmp_path: Path) -> None:
+    records = open_records(write(tmp_path / "p.jsonl", '\n\n{"id": 1, "text": "a"}\n\n{"id": 2, "text": "b"}\n'))
+    assert records.columns == ("id", "text")
+    assert [record.text for record in records.read()] == ["", "", "a", "", "b"]
 
 
 def test_records_of_a_json_list_and_of_nested_columns(tmp_path: Path) -> None:

@@ -97,6 +97,14 @@ def test_start_and_end_of_generation_config_come_first(
         assert (each.config.bos_id, each.config.eos_id, each.config.more_eos_ids) == ids
 
 
+@pytest.mark.parametrize("rule", ["bad_words_ids", "suppress_tokens"])
+def test_a_rule_for_tokens_that_is_no_list_forbids_none(rule: str, tmp_path: Path) -> None:
+    folder = directory("marian", tmp_path / "theirs", **{rule: 5})
+    assert load(folder).config.forbidden_ids == ()
+    (folder / "generation_config.json").write_text(json.dumps({rule: True}))
+    assert load(folder).config.forbidden_ids == ()
+
+
 def test_rules_for_tokens_that_are_not_followed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = directory("marian", tmp_path / "theirs", bad_words_ids=[[7]])
     load(folder)

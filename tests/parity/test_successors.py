@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import regard
 from regard.config import ModelConfig
 from regard.generation import generate
-from regard.hub import write_config
+from regard.hub import read_config, write_config
 from regard.hub.families import BY_TYPE
 from regard.hub.hf_family import ForeignFields
 
@@ -228,6 +228,14 @@ def test_a_modernbert_with_scaled_positions_is_refused() -> None:
     assert "rope_type='linear'" in refusal(fields | {"rope_parameters": {"full_attention": scaled}})
 
 
+def test_the_old_name_of_rope_parameters_means_both_kinds_of_layers() -> None:
+    fields = hf.ModernBertConfig(**MODERN, rope_scaling={"rope_theta": 77.0}).to_dict()
+    assert {kind["rope_theta"] for kind in fields["rope_parameters"].values()} == {77.0}
+    fields = hf.ModernBertConfig(**MODERN).to_dict() | {"rope_scaling": {"rope_theta": 77.0}}
+    config = read_config(fields).config
+    assert (config.rope_base, config.window_rope_base) == (77.0, 77.0)
+
+
 def test_what_the_features_become() -> None:
     """A case could pass because both sides pass a field over; what it is to change must be there."""
     neox, phi, phi3 = read("gpt_neox"), read("phi"), read("phi3")
@@ -316,8 +324,8 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
         ("gemma2", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": 3}, "sliding_window_pattern=3"),
         ("exaone4", {"layer_types": None, "sliding_window_pattern": "LX"}, "sliding_window_pattern='LX'"),
-        ("mixtral", {"layer_types": ["full_attention"] * 3}, "layer_types="),
-        ("phi3", {"layer_types": ["full_attention"] * 3}, "layer_types="),
+        ("mixtral", {"layer_types": ["full_attention"] * 3, "sliding_window": 4}, "layer_types="),
+        ("phi3", {"layer_types": ["sliding_attention"] * 3}, "layer_types="),
         ("gemma2", {"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern=0"),
         ("olmo2", {"hidden_act": "mish"}, "hidden_act='mish'"),
         ("mamba2", {"time_step_limit": [0.0, 0.5]}, "time_step_limit=[0.0, 0.5]"),
@@ -337,6 +345,13 @@ def test_absent_fields_have_the_defaults_of_transformers(model_type: str) -> Non
 )
 def test_what_is_not_supported_is_refused_by_name(case: str, change: dict[str, Any], named: str) -> None:
     assert named in refusal(fields_of(case) | change)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "phi3", "phi3 window"])
+def test_kinds_of_layers_that_transformers_does_not_read_may_say_what_it_computes(case: str) -> None:
+    fields = fields_of(case)
+    kind = "full_attention" if fields["sliding_window"] is None else "sliding_attention"
+    assert read_config(fields | {"layer_types": [kind] * 3}).config == read_config(fields).config
 
 
 def test_a_cap_that_transformers_does_not_compute_is_not_written() -> None:

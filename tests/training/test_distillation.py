@@ -18,6 +18,7 @@ from regard.recipes import run_config
 from regard.training.distillation import distillation_loss
 from regard.training.loss import Batch, batch_loss
 from regard.training.run_directory import RunDirectory
+from regard.training.tasks.translation import Translate
 
 from .runs import assert_same, metrics, train, words_of, write_data
 from .test_initial_model import FAST, hf_directory
@@ -155,3 +156,27 @@ def test_distill_takes_other_sources(teachers: Any, tmp_path: Path, capsys: pyte
     assert valid.read_bytes() == before
     assert cli.main(["distill", str(teachers["classify"][0]), str(tmp_path / "s.tsv")]) == 2
     assert "sequences are distilled from a translator" in capsys.readouterr().err
+
+
+def test_distill_does_not_overwrite_a_file_of_a_folder_it_reads(
+    teachers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher, data = teachers["translate"]
+    (tmp_path / "pairs").mkdir()
+    train = tmp_path / "pairs/train.tsv"
+    train.write_bytes(before := Path(data).read_bytes())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source in (train.parent, "~/pairs", "~/pairs/train.tsv", f"{data}, {train}"):
+        assert cli.main(["distill", str(teacher), str(train), f"data.source={source}", "--limit", "1"]) == 2
+        assert "is the file to read, which would be lost" in capsys.readouterr().err
+    assert train.read_bytes() == before
+    assert cli.main(["distill", str(teacher), str(tmp_path / "pairs/new.tsv"), f"data.source={train.parent}"]) == 0
+
+
+def test_no_pair_at_all_is_a_failure(
+    teachers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Translate, "translate", lambda self, model, texts, **_: [" "] * len(texts))
+    assert cli.main(["distill", str(teachers["translate"][0]), str(tmp_path / "s.tsv"), "--limit", "3"]) == 1
+    assert "gave a pair: 3 empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

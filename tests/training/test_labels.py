@@ -306,5 +306,10 @@ def test_a_table_of_one_class_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "t.csv").write_text("text,label\n" + "".join(f"film {n},good\n" for n in range(40)))
     words = [f"data={tmp_path}/t.csv", f"train.out={tmp_path}/run", "train.steps=1", "train.device=cpu"]
     assert cli.main(["train", "classify", *words]) == 1
-    assert "t.csv has one class only, good;" in capsys.readouterr().err
+    assert "t.csv has one class only, good; data.columns=" in capsys.readouterr().err
+    (tmp_path / "pictures/cat").mkdir(parents=True)
+    for shade in range(40):
+        Image.new("RGB", (8, 8), (shade, 0, 0)).save(tmp_path / f"pictures/cat/{shade}.png")
+    assert cli.main(["train", "classify-images", f"data={tmp_path}/pictures", *words[1:]]) == 1
+    assert "pictures has one class only, cat\n" in capsys.readouterr().err, "a folder has no columns"
     assert not (tmp_path / "run").exists()

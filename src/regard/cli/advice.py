@@ -29,6 +29,7 @@ _MAX_ENTRIES = 500
 _OPTION_SPELLINGS = {  # spelling in the library: on the command line
     "bad_lines='skip'": "data.bad_lines=skip",
     ": columns=": ": data.columns=",
+    ": column=": ": --column ",
     "truncate=True": "--truncate",
     ", with sample=False": "",
     "or sample=True": "or --temperature T",

@@ -106,7 +106,7 @@ def open_records(path: Path, column: str | None = None, *, images: bool = False,
             names.append(free_name(name, names) if header else str(index))
         delimiter = csv_delimiter(path, options.encoding) if form == "csv" else "\t"
     elif form == "jsonl":
-        names = list(next((record for _, record in _jsonl_objects(path, options)), {}))
+        names = list(next((record for _, record in _jsonl_objects(path, options) if record), {}))
     else:
         names = list(open_parquet(path).schema_arrow.names)
     requested = [column] if column is None or column in names else column.split(",")

@@ -31,7 +31,7 @@ FORMATS: dict[str, Format] = {
     **{".tsv": "tsv", ".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"},
     **{".json": "captions", ".conll": "conll", ".conllu": "conll", ".iob": "conll", ".bio": "conll"},
 }
-_TABLES = (".tsv", ".csv", ".jsonl", ".ndjson", ".parquet")
+_TABLES = (".tsv", ".csv", ".jsonl", ".ndjson", ".json", ".parquet")
 _SAMPLE_ROWS = 1000
 COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "source": ("source", "src", "input", "english", "en", "원문"),
@@ -182,15 +182,22 @@ def _suggest_columns(keys: list[str], kind: Kind) -> str:
 def _object_schema(path: Path, form: Format, options: DataConfig) -> Schema:
     records = islice(table_files.object_records(path, form, ReadReport(), options), _SAMPLE_ROWS)
     objects = [record for _, record in records if isinstance(record, dict)]
-    both = objects[0].get("translation") if objects else None
-    keys = [f"translation.{key}" for key in both] if isinstance(both, dict) else list(objects[0] if objects else ())
+    keys, both = (list(objects[0]), objects[0].get("translation")) if objects else ([], None)
+    sides = [f"translation.{key}" for key in both] if isinstance(both, dict) else []
+    keys = sides + [key for key in keys if not sides or key != "translation"]
     if options.columns is not None:
         columns = tuple(keys[x] if isinstance(x, int) and x < len(keys) else x for x in options.columns)
         if form == "parquet":
             _check_columns(path, columns, keys)
-        return _schema_of_columns(columns, options.kind)
-    if len(keys) == 2 and all(key.startswith("translation.") for key in keys):
-        return Schema("pairs", tuple(keys), header=True)
+        schema = _schema_of_columns(columns, options.kind)
+        if options.kind is None and schema.kind == "pairs":
+            rows = (table_files.cells_of(record, schema, path, 0, ReadReport()) for record in objects)
+            body = [list(cells) for cells in rows if cells is not None]
+            kind = _guess_kind(body, list(map(str, columns)), (0, 1), True, options.labels)
+            schema = replace(schema, kind=kind, guessed=kind != "pairs")
+        return schema
+    if len(sides) == 2:
+        return Schema("pairs", tuple(sides), header=True)
     if (guess := schema_of_keys(keys, options.kind)) is not None:
         return guess
     if not keys:  # reading the file reports its lines
@@ -298,8 +305,8 @@ def find_source_files(name: str, options: DataConfig) -> SourceFiles:
 
 def _from_file(path: Path, options: DataConfig) -> SourceFiles:
     form = options.format or detect_format(path, options)
-    if form == "captions" and options.format is None and not table_files.holds_captions(path):
-        form = "json"
+    if form == "captions" and options.format is None:
+        form = "captions" if options.kind in (None, "captions") and table_files.holds_captions(path) else "json"
     match form:
         case "text":
             return SourceFiles("text", "text", (path,))

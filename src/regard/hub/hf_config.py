@@ -136,7 +136,8 @@ def _more_eos_ids(config: ModelConfig, *sources: Mapping[str, Any]) -> tuple[int
 
 def _forbidden_ids(config: ModelConfig, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], list[Any]]:
     """The tokens that no text may contain, and the sequences of tokens that none may, which regard does not follow."""
-    words, tokens = ([*(settings.get(name) or ())] for name in ("bad_words_ids", "suppress_tokens"))
+    lists = (settings.get(name) for name in ("bad_words_ids", "suppress_tokens"))
+    words, tokens = (value if isinstance(value, list) else [] for value in lists)
     ids = [*tokens, *(word[0] for word in words if isinstance(word, list) and len(word) == 1)]
     forbidden = dict.fromkeys(x for x in ids if type(x) is int and 0 <= x < config.output_vocab_size)
     return tuple(forbidden), [word for word in words if isinstance(word, list) and len(word) > 1]

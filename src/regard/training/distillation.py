@@ -23,7 +23,7 @@ from ..config import ModelConfig, TrainConfig
 from ..data.examples import Pair
 from ..data.packing import IGNORE
 from ..data.sources import open_source
-from ..errors import UsageError
+from ..errors import BadData, UsageError
 from ..foundation.device import resolve_device
 from ..foundation.files import write_atomic
 from ..models import Model
@@ -145,6 +145,9 @@ def distill(
         translated = task.translate(teacher.model, part, beam=beam, length_penalty=length_penalty)
         pairs += [Pair(text, output) for text, output in zip(part, translated, strict=True) if output.strip()]
         progress(f"{min(start + _TEXTS_AT_ONCE, len(texts)):,} of {len(texts):,} sources")
+    if not pairs:
+        n_empty = f"{len(texts):,} empty"
+        raise BadData(f"no source of {source.name} gave a pair: {n_empty}; the teacher may need more training")
     write_atomic(target, _pair_lines(pairs, target.suffix))
     if valid is not None:
         write_atomic(valid, _pair_lines(held_out, target.suffix))
@@ -159,8 +162,9 @@ def pair_file(out: str | Path) -> Path:
 
 
 def check_not_read(out: Path, read: Iterable[str | Path]) -> None:
-    """Raise UsageError for an output that is one of the files to read."""
-    if out.resolve() in {Path(name).resolve() for name in read}:
+    """Raise UsageError for an output that is one of the files to read, or a file in a folder to read."""
+    files = {Path(str(name).strip()).expanduser().resolve() for name in read}
+    if out.exists() and not files.isdisjoint((out.resolve(), *out.resolve().parents)):
         raise UsageError(f"{out} is the file to read, which would be lost; choose another")
 
 

@@ -111,8 +111,8 @@ def open_run_source(inputs: RunInputs) -> Source:
     if not len(source.valid):
         raise BadData(f"{source.name} has no held-out examples to evaluate on; data.valid=… names some")
     if source.labels is not None and len(source.labels) < 2 and inputs.config.data.problem_type == "single_label":
-        only = ", ".join(source.labels)
-        raise BadData(f"{source.name} has one class only, {only}; data.columns=… names the column of the classes")
+        hint = "" if source.schema is None else "; data.columns=… names the column of the classes"
+        raise BadData(f"{source.name} has one class only, {', '.join(source.labels)}{hint}")
     return source
 
 

@@ -153,9 +153,10 @@ def _read_window(theirs: hf.ForeignFields, member: Member, n_layers: int) -> tup
     window = theirs.get("sliding_window")
     if not (member.always_windowed or theirs.get("use_sliding_window", False)):
         window = None
-    if theirs.model_type in ("mixtral", "phi3"):
-        theirs.only("layer_types", None)  # transformers does not read it
     kinds = theirs.get("layer_types")
+    alike = ["full_attention" if window is None else "sliding_attention"] * n_layers
+    if theirs.model_type in ("mixtral", "phi3") and kinds != alike:
+        theirs.only("layer_types", None)  # transformers does not read it
     if kinds is None and window is not None and theirs.model_type in _DEFAULT_PATTERN:
         default = _DEFAULT_PATTERN[theirs.model_type]
         if theirs.model_type not in ("gemma3_text", "exaone4"):

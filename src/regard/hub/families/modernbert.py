@@ -51,9 +51,7 @@ def read_modernbert(theirs: hf.ForeignFields) -> ModelConfig:
 def _rope_base(theirs: hf.ForeignFields, kind: str) -> float:
     """The RoPE base of one kind of layer, from ``rope_parameters`` (transformers 5) or its own field (before)."""
     name, default = _BASES[kind]
-    fields = dict(theirs.get("rope_parameters", {}).get(kind) or {})
-    if kind == "full_attention":
-        fields |= theirs.get("rope_scaling", {})
+    fields = (theirs.get("rope_parameters", {}).get(kind) or {}) | theirs.get("rope_scaling", {})
     if fields.get("rope_type", "default") != "default":
         raise ValueError(f"config.json has rope_type={fields['rope_type']!r}; regard supports 'default' for modernbert")
     return fields.get("rope_theta", theirs.get(name, default))
