@@ -482,6 +482,29 @@ def test_texts_in_blocks_and_texts_that_choose_take_turns(
     assert max(sizes) > 1
 
 
+@pytest.mark.usefixtures("captures")
+def test_blocks_leave_out_the_tokens_that_a_model_forbids(schedule: Callable[..., Scheduler]) -> None:
+    """As published Marian models do. Texts with a bias of their own are decoded step by step."""
+    model = language_model(max_len=400)
+    row = rows_of(model)[0]
+    usual = generate(model, [row], max_new_tokens=30).hypotheses[0][0].tokens
+    model.config = model.config.with_(forbidden_ids=tuple(sorted(set(usual))[:3]))
+    scheduler = schedule(model, max_rows=8)
+    ways: list[dict[str, Any]] = [
+        {"max_new_tokens": 40},
+        {"max_new_tokens": 40, "temperature": 1.1, "seed": 3},
+        {"max_new_tokens": 30, "logit_bias": {usual[-1]: -3.0}},
+    ]
+    for some in ways[:1], ways[:2], ways[2:]:
+        asked = [Asked(scheduler, row, **way) for way in some]
+        for way, own in zip(some, asked, strict=True):
+            config = merge_config(model, None, way)
+            assert own.tokens() == generate(model, [row], config).hypotheses[0][0].tokens, way
+            assert not {*model.config.forbidden_ids} & {*own.tokens()}
+        sizes = [len(event.tokens) for event in asked[0].events if isinstance(event, TokenEvent)]
+        assert (max(sizes) > 1) == (some != ways[2:])
+
+
 def test_a_seed_draws_the_same_text_in_any_company(schedule: Callable[..., Scheduler]) -> None:
     model = language_model()
     scheduler, row = schedule(model), rows_of(model)[0]

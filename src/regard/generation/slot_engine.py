@@ -30,12 +30,21 @@ from ..models.base_model import DecoderShape
 from ..models.components import window_of
 from .cached_engine import DecodingEngine
 from .cpu_engine import MemoryKeys, RowDecoder, row_step_obstacle
-from .cuda_graph import BLOCK_STEPS, CapturedStep, GraphDecoder, GraphShape, can_capture, copy_to_host
+from .cuda_graph import (
+    BLOCK_STEPS,
+    CapturedStep,
+    GraphDecoder,
+    GraphShape,
+    can_capture,
+    can_choose_captured,
+    copy_to_host,
+)
 from .generation_config import GenerateConfig
 from .prompt_reading import PromptReading
 from .prompts import max_text_length
 from .ragged_rows import COLUMN_MULTIPLE, padded_width
-from .sampling import draw_tokens
+from .sampling import draw_tokens, filter_logits
+from .text_codec import forbidden_bias
 
 _COMPACT_STEPS = 16  # steps after which keys that no beam uses are dropped
 
@@ -277,7 +286,8 @@ class GraphSlots(SeparateSlots):
 
     def __init__(self, model: Model, size: int, max_slots: int) -> None:
         super().__init__(model, size, max_slots)
-        self.has_blocks = size == 1
+        self._rules = GenerateConfig(logit_bias=forbidden_bias(model.config))
+        self.has_blocks = size == 1 and can_choose_captured(self._rules, model.config.eos_id)
         self._decoder = GraphDecoder(model, slot_shape(model, size, max_slots))
         self._capture()  # before a text joins, because warm-up runs write keys
         state, keys = self._decoder.state, self._decoder.keys
@@ -290,19 +300,23 @@ class GraphSlots(SeparateSlots):
     def _capture(self) -> None:
         decoder = self._decoder
         self._step = decoder.logit_step()
-        if self.size > 1:
+        if not self.has_blocks:
             return
-        self._greedy_steps = decoder.token_steps(GenerateConfig(), None)
+        self._greedy_steps = decoder.token_steps(self._rules, self.model.config.eos_id)
         self._inverse = torch.zeros(decoder.shape.rows, device=decoder.device)  # 1 / temperature; 0: greedy
         self._mixed_steps = CapturedStep(self._choose_mixed, decoder.device, BLOCK_STEPS)
 
     def _choose_mixed(self) -> None:
         """One step in which some rows are greedy and others are sampled."""
         state, draws, logits = self._decoder.state, self._decoder.draws, self._decoder.logits().float()
-        drawn = draw_tokens(logits * self._inverse[:, None], draws.gather(1, state.steps[:, None])[:, 0])
+        drawn = draw_tokens(self._filter(logits * self._inverse[:, None]), draws.gather(1, state.steps[:, None])[:, 0])
         state.advance()
-        best = logits.max(-1)
+        best = self._filter(logits).max(-1)
         state.append(torch.where(self._inverse > 0, drawn, best.indices), best.values)  # of log P, only NaN is read
+
+    def _filter(self, logits: Tensor) -> Tensor:
+        """Logits (R, V) without the tokens that the model forbids."""
+        return filter_logits(logits, self._decoder.texts, 0, self._rules, self.model.config.eos_id)
 
     def join(self, reading: PromptReading) -> Slot:
         slot = Slot(self._free[-1], self)

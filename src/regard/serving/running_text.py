@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..config import ModelConfig
 from ..generation.beam_search import BeamSearch, Hypothesis
 from ..generation.cached_engine import nan_error
 from ..generation.generation_config import GenerateConfig
@@ -30,6 +31,7 @@ from ..generation.sampling import (
 )
 from ..generation.slot_engine import BlockDraws, Slot
 from ..generation.stop_conditions import END, GOING_ON, LENGTH, TEXT, Finish, StopStrings, finish_reason, stop_codes
+from ..generation.text_codec import forbidden_bias
 
 
 class TokenConstraint(Protocol):
@@ -112,9 +114,11 @@ class TextRequest:
 class SampledText:
     """A greedy or sampled text; ``draws`` are the uniform random numbers of its tokens."""
 
-    def __init__(self, request: TextRequest, copy: int, draws: Tensor | None, eos_id: int | None) -> None:
+    def __init__(self, request: TextRequest, copy: int, draws: Tensor | None, model: ModelConfig) -> None:
         self.request, self.copy, self.tokens = request, copy, list[int]()
-        self._config, self._draws, self._eos_id = request.config, draws, eos_id
+        self._config, self._draws, self._eos_id = request.config, draws, model.eos_id
+        is_forbidden = model.forbidden_ids and request.config.logit_bias == forbidden_bias(model)
+        self._other_filters = request.config.with_(logit_bias={}) if is_forbidden else request.config
         self._limit, self._prompt = request.reading.limit, request.reading.row
         self._reads_text = reads_text(request.config)
         self._constraint = None if request.new_constraint is None else request.new_constraint()
@@ -155,9 +159,14 @@ class SampledText:
 
     @property
     def takes_blocks(self) -> bool:
-        """Whether its next tokens are the likeliest or drawn by temperature alone, whatever they are, until it ends."""
+        """Whether its next tokens are the likeliest or drawn by temperature alone, whatever they are, until it ends.
+
+        Captured steps leave out the tokens that the model forbids.
+        """
         config = self._config
-        if self.request.n_top is not None or self._constraint is not None or has_filters(config, len(self.tokens)):
+        if self.request.n_top is not None or self._constraint is not None:
+            return False
+        if has_filters(self._other_filters, len(self.tokens)):
             return False
         return config.top_k is None and config.min_p is None and (config.top_p is None or config.top_p >= 1)
 
@@ -278,11 +287,11 @@ class SearchedText:
 RunningText = SampledText | SearchedText
 
 
-def new_texts(request: TextRequest, eos_id: int | None) -> list[RunningText]:
+def new_texts(request: TextRequest, model: ModelConfig) -> list[RunningText]:
     """Create the texts of a request, one per slot."""
     config = request.config
     if config.beam > 1:
-        return [SearchedText(request, eos_id)]
+        return [SearchedText(request, model.eos_id)]
     limit = torch.tensor([request.reading.limit])
     draws = uniform_draws(config, limit, request.copies) if config.samples else [None] * request.copies
-    return [SampledText(request, copy, text_draws, eos_id) for copy, text_draws in enumerate(draws)]
+    return [SampledText(request, copy, text_draws, model) for copy, text_draws in enumerate(draws)]

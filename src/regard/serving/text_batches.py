@@ -201,7 +201,7 @@ class TextBatches:
     def _join(self, request: TextRequest, slots: SeparateSlots) -> list[Slot]:
         """Take slots for the texts of a prefilled request."""
         request.started = time.monotonic()
-        for text in new_texts(request, self.model.config.eos_id):
+        for text in new_texts(request, self.model.config):
             slot = slots.join(request.reading)
             slot.owner = text
             request.slots.append(slot)
