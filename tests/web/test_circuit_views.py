@@ -123,6 +123,15 @@ def test_where_a_view_has_nothing_to_show_it_says_why(tab: Tab) -> None:
             tab.speak_korean()
 
 
+def test_a_recurrent_network_has_the_other_views(tab: Tab) -> None:
+    """Its rows are those of cross-attention: it has no self-attention."""
+    tab.open(model="recurrent", text=CLEAN)
+    tab.every_view(*(view for view in tab.tabs() if view not in VIEWS))
+    assert tab.complaints == []
+    tab.to("walk")
+    assert "its query comes from" not in tab.page.inner_text(".stage")
+
+
 def text_of(model: Model, n_tokens: int) -> str:
     """The first tokens of a sentence said again and again."""
     tokenizer: Any = model.processor and model.processor.source

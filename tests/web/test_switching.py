@@ -26,6 +26,11 @@ GROWTH = """() => {
   new MutationObserver(() => window.heights.push(stages.offsetHeight)).observe(stages, { childList: true });
 }"""
 
+FOLLOW = """(link) => new Promise((done) => {
+  addEventListener("hashchange", done, { once: true }); // after the page's own listener
+  location.hash = link;
+}).then(() => null)"""
+
 
 @contextmanager
 def held(tab: Tab, pattern: str, word: str = "") -> Iterator[list[Any]]:
@@ -47,8 +52,7 @@ def ask(tab: Tab, text: str) -> None:
 
 def follow(tab: Tab, **state: Any) -> None:
     """A link in the open page."""
-    tab.page.evaluate(f"() => {{ location.hash = '{urlencode({'lang': 'en', 'theme': 'light', **state})}'; }}")
-    tab.page.wait_for_timeout(50)
+    tab.page.evaluate(FOLLOW, urlencode({"lang": "en", "theme": "light", **state}))
     tab.settled()
 
 
@@ -99,9 +103,8 @@ def test_a_refusal_of_the_text_before_is_not_shown(tab: Tab) -> None:
         tab.page.fill('textarea[name="text"]', OTHER)
         with tab.page.expect_response("**/api/looks"):
             tab.page.press('textarea[name="text"]', "Enter")
-    tab.page.wait_for_timeout(100)
+    assert len(tab.complained(2)) == 2, "it came, late"
     assert tab.page.inner_text(".message") == ""
-    tab.complaints.clear()
 
 
 def test_an_empty_text_does_not_keep_the_button_waiting(tab: Tab) -> None:
@@ -122,6 +125,15 @@ def test_a_link_without_a_text_opens_an_example(tab: Tab) -> None:
     assert tab.page.inner_text(".message") == ""
     assert tab.page.eval_on_selector("header select", "(one) => one.value") == "speaker"
     assert tab.page.input_value('textarea[name="text"]')[:3] == "".join(tokens_of(tab)[:3])
+
+
+def test_an_image_is_asked_for_in_both_languages(tab: Tab) -> None:
+    tab.page.goto("about:blank")
+    tab.page.goto(f"{tab.home}/#model=shapes&lang=en")
+    tab.page.wait_for_selector(".stage .caption")
+    assert tab.page.inner_text(".stage") == "Choose an image first."
+    tab.speak_korean()
+    assert tab.page.inner_text(".stage") == "먼저 이미지를 골라 주세요."
 
 
 def test_a_link_sets_the_controls_of_the_open_view(tab: Tab) -> None:

@@ -36,15 +36,20 @@ export class App {
     });
   }
 
-  /** Look at the input of the state; without a text at an example, and without an image ask for one. */
+  /** Look at the input of the state; without a text at an example. */
   async begin() {
     const { now } = this.state;
     if (!this.model()) now.model = this.models[0]?.id ?? "";
     if (!now.text) now.text = example(this.model());
     this.composer.update(this.model());
-    const missing = !this.source.offline && this.composer.missing();
+    if (!this.lacks()) await this.run();
+  }
+
+  /** Whether an image or a text is missing, which the page then asks for. */
+  lacks() {
+    const missing = this.source.offline ? null : this.composer.missing();
     if (missing) this.parts.stage.replaceChildren(el("p", { class: "caption" }, this.t(missing)));
-    else await this.run();
+    return missing !== null;
   }
 
   /** Show how much of an in-page model has been downloaded, from 0 to 1. */
@@ -259,6 +264,7 @@ export class App {
       if (has("lang")) { this.build(); if (this.model()) this.composer.update(this.model()); if (this.look) { this.composer.wrote(this.look); this.showSaid(); } }
       this.showHead();
       if (this.look) this.show();
+      else if (this.model()) this.lacks();
       return;
     }
     if (!this.look) return;

@@ -28,6 +28,9 @@ export class Data {
     return { rows, cols, layers, heads };
   }
 
+  /** The kind whose rows are the tokens that the model reads, one after another; a recurrent decoder has no self-attention. */
+  get mainKind() { return ["self", "cross", "encoder"].find((kind) => kind in this.look.kinds); }
+
   /** Whether each row of this kind is a position with a next-token prediction. */
   writes(kind) { return kind !== "encoder" && this.look.uncertain !== undefined && !this.look.reading && !this.source.offline; }
 

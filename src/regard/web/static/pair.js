@@ -16,7 +16,7 @@ export class PairPicker {
     const { data, state } = this.app, { kind, layer, head } = this.app.where(), { rows, cols } = data.size(kind);
     const least = kind === "encoder" ? 0 : data.look.uncertain ?? rows - 1;
     const row = state.now.row >= 0 && state.now.row < rows ? state.now.row : least;
-    const [rowLabels, colLabels, read] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols"), data.labels(kind === "cross" ? "self" : kind, "rows")]);
+    const [rowLabels, colLabels, read] = await Promise.all([data.labels(kind, "rows"), data.labels(kind, "cols"), data.labels(kind === "cross" ? data.mainKind : kind, "rows")]);
     const asked = state.now.col >= 0 && state.now.col < cols ? state.now.col : null;
     const col = asked ?? (await data.top(kind, layer, head, row, 1))[0]?.index ?? 0;
     return { kind, layer, head, row, col, rowLabels, colLabels, queryToken: read[row], keyToken: colLabels[col] };
@@ -24,8 +24,8 @@ export class PairPicker {
 
   /** Which head stands in for the mean, and which token the query comes from: a row of cross-attention has the name of the token it writes. */
   note({ kind, head, row, rowLabels, queryToken }, explained) {
-    const { t } = this.app;
-    return [head < 0 && t("walk.onehead.most", { h: explained + 1 }), kind === "cross" && t("walk.writes", { row: shown(rowLabels[row]), read: shown(queryToken) })].filter(Boolean).join(" ");
+    const { data, t } = this.app;
+    return [head < 0 && t("walk.onehead.most", { h: explained + 1 }), kind === "cross" && data.mainKind === "self" && t("walk.writes", { row: shown(rowLabels[row]), read: shown(queryToken) })].filter(Boolean).join(" ");
   }
 
   show({ row, col, rowLabels, colLabels }) {

@@ -34,8 +34,8 @@ class Contributions {
     if (!app.model().layered) { this.says.textContent = t("layered.none"); return; }
     let position, labels;
     if (!look.classes) {
-      const kind = "self" in look.kinds ? "self" : app.where().kind, { now } = state;
-      labels = await data.labels(kind, "rows");
+      const { now } = state;
+      labels = await data.labels(data.mainKind, "rows");
       position = now.position >= 0 && now.position < labels.length ? now.position : look.uncertain ?? labels.length - 1;
     }
     const { token } = state.now, found = await data.contributions({ position, ...(token < 0 ? {} : { token }) });

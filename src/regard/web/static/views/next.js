@@ -28,8 +28,8 @@ class Next {
   }
 
   async update() {
-    const mine = ++this.asked, { data, state, look } = this.app, kind = "self" in look.kinds ? "self" : this.app.where().kind;
-    const labels = await data.labels(kind, "rows"), { temperature, topk, topp } = state.now;
+    const mine = ++this.asked, { data, state, look } = this.app;
+    const labels = await data.labels(data.mainKind, "rows"), { temperature, topk, topp } = state.now;
     const position = state.now.position >= 0 && state.now.position < labels.length ? state.now.position : look.uncertain;
     const changes = { temperature, ...(topk ? { top_k: topk } : {}), ...(topp < 1 ? { top_p: topp } : {}) };
     const [plain, now] = await Promise.all([data.next({ position, k: BARS }), data.next({ position, k: 200, ...changes })]);

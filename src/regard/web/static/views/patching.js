@@ -69,7 +69,7 @@ class Patching {
       this.says.textContent = "";
       throw error;
     }
-    const axis = kind === "encoder" ? ["encoder", "cols"] : ["self" in look.kinds ? "self" : kind, "rows"];
+    const axis = kind === "encoder" ? ["encoder", "cols"] : [data.mainKind, "rows"];
     const [labels, changedLabels] = await Promise.all([data.labels(...axis), then.labels(...axis)]);
     if (mine !== this.asked) return;
     const byHead = found.axes[1] === "head", cols = found.effects[0].length;
@@ -87,9 +87,9 @@ class Patching {
   async position(then) {
     const { app } = this, { look, data, state } = app;
     if (look.classes) return undefined;
-    const kind = "self" in look.kinds ? "self" : app.where().kind, labels = await data.labels(kind, "rows"), { position } = state.now;
+    const labels = await data.labels(data.mainKind, "rows"), { position } = state.now;
     let at = position >= 0 && position < labels.length ? position : labels.length - 1;
-    if (position < 0 && app.model().source && labels.length === then.size(kind).rows) {
+    if (position < 0 && app.model().source && labels.length === then.size(then.mainKind).rows) {
       const changes = await app.source.changes(then.look, look);
       at = changes.indexOf(largest(changes));
     }

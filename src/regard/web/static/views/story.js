@@ -51,7 +51,7 @@ class Story {
     const mine = ++this.asked, { app } = this, { data, look, state, t } = app, { kind, layer, head } = app.where(), one = Math.max(0, head);
     const { rows } = data.size(kind), least = kind === "encoder" ? 0 : look.uncertain ?? rows - 1;
     const row = state.now.row >= 0 && state.now.row < rows ? state.now.row : least;
-    const [told, rowLabels, colLabels, read] = await Promise.all([data.story(kind, layer, one, row), data.labels(kind, "rows"), data.labels(kind, "cols"), data.labels(kind === "cross" ? "self" : kind, "rows")]);
+    const [told, rowLabels, colLabels, read] = await Promise.all([data.story(kind, layer, one, row), data.labels(kind, "rows"), data.labels(kind, "cols"), data.labels(kind === "cross" ? data.mainKind : kind, "rows")]);
     if (mine !== this.asked) return;
     this.told = { ...told, kind, layer, one, row, rowLabels, colLabels, read }; // a row of cross-attention is labelled with the token it predicts
     offer(this.row, read, row);

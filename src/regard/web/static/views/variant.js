@@ -126,7 +126,7 @@ class Variant {
   /** Whether a language model's context has room to continue; a beam search's continuation does not count. */
   hasRoom() {
     const { data, state } = this.app, { source, image, max_len: most } = this.app.model();
-    return source || image || state.now.beam > 1 || data.size("self").rows < most;
+    return source || image || state.now.beam > 1 || data.size(data.mainKind).rows < most;
   }
 
   /** The text that the model generates, as trained or with the changes. */
@@ -154,7 +154,7 @@ class Variant {
     if (mine !== this.asked) return;
     const side = (name, text, other) => el("section", { "data-side": name }, el("h2", {}, t(`variant.${name}`)), el("p", {}, prompt && el("bdi", { class: "quiet" }, prompt), el("bdi", { class: "new" }, ...marked(text, other))));
     this.written.replaceChildren(...(room ? [side("before", before, before), side("after", after ?? before, before)]
-      : [el("p", { class: "told full" }, t("variant.full", { n: data.size("self").rows }))]));
+      : [el("p", { class: "told full" }, t("variant.full", { n: data.size(data.mainKind).rows }))]));
     this.happened.textContent = isChanged ? [again && this.difference(before, after), fits[0].tokens ? t("variant.fit", { n: fits[0].tokens, a: fits[0].right, b: fits[1].right }) : ""].filter(Boolean).join(" ") : t("variant.change");
   }
 
@@ -179,13 +179,13 @@ class Variant {
     const { app } = this, { data, look, state, t } = app, classes = ({ look: { classes } }) => Object.entries(classes).map(([text, probability]) => ({ token: text, text, probability }));
     if (look.classes) return [data, then].map((side) => classes(side).slice(0, CLASSES));
     if (!app.model().generates) return null;
-    const labels = await data.labels("self", "rows"), alike = labels.length === then.size("self").rows;
+    const labels = await data.labels(data.mainKind, "rows"), alike = labels.length === then.size(then.mainKind).rows;
     const changes = alike ? await app.source.changes(then.look, look) : [0], most = changes.indexOf(largest(changes));
     const position = state.now.position >= 0 && state.now.position < labels.length ? state.now.position : changes[most] > 1e-6 ? most : look.uncertain;
     offer(this.after, labels, position);
     this.most.textContent = changes[most] > 1e-6
       ? t(position === most ? "variant.most" : "variant.moved", { p: percent(changes[position] ?? 0) }) : t("variant.same");
-    return Promise.all([data, then].map((side) => side.next({ position: Math.min(position, side.size("self").rows - 1), k: TOKENS })));
+    return Promise.all([data, then].map((side) => side.next({ position: Math.min(position, side.size(side.mainKind).rows - 1), k: TOKENS })));
   }
 
   async update() {
