@@ -78,8 +78,8 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def upload(numbers: list[Any], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of nested lists, with the device and dtype of ``like``.
+def upload(numbers: Any, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of nested lists or of a numpy array, with the device and dtype of ``like``.
 
     A GPU copies it from pinned memory, for which the host does not wait; of pageable memory it would wait for all the
     work that the GPU has been given.

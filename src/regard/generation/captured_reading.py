@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence, Sized
+from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,14 +38,16 @@ class FixedRows(RaggedRows):
         self.ends, self.last = self._ends  # the number of tokens of each text, and its last row
 
     def set(self, texts: Sequence[Sequence[int]]) -> None:
-        tokens = [token for text in texts for token in text]
-        numbers = [number for number, text in enumerate(texts) for _ in text]
-        index = [position for text in texts for position in range(len(text))]
-        n, ends, last = N_ROWS - len(tokens), [len(text) for text in texts], -1
-        rest = N_TEXTS + 1 - len(texts)
-        lasts = [last := last + end for end in ends]
-        self._numbers.copy_(upload([tokens + [0] * n, numbers + [N_TEXTS] * n, index + [0] * n], self._numbers))
-        self._ends.copy_(upload([ends + [1] * rest, lasts + [0] * rest], self._ends))
+        lengths = np.array([len(text) for text in texts])
+        lasts, number, n = lengths.cumsum() - 1, np.arange(len(texts)).repeat(lengths), lengths.sum()
+        numbers, ends = np.zeros((3, N_ROWS), np.int64), np.zeros((2, N_TEXTS + 1), np.int64)
+        numbers[0, :n] = np.fromiter(chain.from_iterable(texts), np.int64, n)
+        numbers[1, :n], numbers[1, n:] = number, N_TEXTS
+        numbers[2, :n] = np.arange(n) - (lasts - lengths + 1)[number]
+        ends[0, : len(texts)], ends[0, len(texts) :] = lengths, 1
+        ends[1, : len(texts)] = lasts
+        self._numbers.copy_(upload(numbers, self._numbers))
+        self._ends.copy_(upload(ends, self._ends))
 
 
 class FixedKeys(RaggedKeys):

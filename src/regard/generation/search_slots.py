@@ -113,6 +113,7 @@ class SearchSlots(GraphSlots):
         """Start ``BLOCK_STEPS`` steps of every search without waiting for them; None if no slot is taken."""
         if not self.taken:
             return None
+        self._write_changes()
         self._steps()
         state = self._table, self._beams.open.any(-1), self._beams.step, *self._beams.pool
         return SearchBlock(list(self.taken), copy_to_host(state), self.rules)

@@ -277,6 +277,15 @@ class CpuSlots(SeparateSlots):
                 columns.clear(index)
 
 
+class JoinedText(NamedTuple):
+    """A text that has joined a batch, with what is known after its prompt."""
+
+    keys: Tensor  # (layers, 2, G, T, D)
+    memory: Tensor | None  # the keys and values of its source, (layers, 2, G, S, D)
+    length: int  # of its prompt
+    last: int  # the length at which its last token is decoded
+
+
 class GraphSlots(SeparateSlots):
     """The slots of a batch, decoded by a captured step whose shape does not depend on which are taken; none moves.
 
@@ -296,6 +305,7 @@ class GraphSlots(SeparateSlots):
         self._free = list(range(max_slots))[::-1]
         self._rows: Tensor | None = None  # rows of the taken slots, in their order; None: to be listed
         self._unset: list[Slot] = []  # slots whose next tokens are not on the device
+        self._changed: dict[int, JoinedText | None] = {}  # by index, slots taken (the text) or left since the last step
 
     def _capture(self) -> None:
         decoder = self._decoder
@@ -319,11 +329,12 @@ class GraphSlots(SeparateSlots):
         return filter_logits(logits, self._decoder.texts, 0, self._rules, self.model.config.eos_id)
 
     def join(self, reading: PromptReading) -> Slot:
-        slot = Slot(self._free[-1], self)
-        self._write(slot, reading)  # if this raises, no slot is taken
+        n, memory = len(reading.row), reading.memory() if self._decoder.keys.memory else None
+        text = JoinedText(reading.keys(), memory, n, n + reading.limit - 1)  # if this raises, no slot is taken
+        slot = Slot(self._free.pop(), self)
         self.taken.append(slot)
         self._unset.append(slot)
-        self._free.pop()
+        self._changed[slot.index] = text
         self._rows = None
         return slot
 
@@ -331,12 +342,11 @@ class GraphSlots(SeparateSlots):
         self.taken.remove(slot)
         self._unset = [other for other in self._unset if other is not slot]
         self._free.append(slot.index)
-        state = self._decoder.state
-        for x in (state.lengths, state.last):
-            x[self._rows_of(slot)] = 0
+        self._changed[slot.index] = None
         self._rows = None
 
     def decode(self, tokens: Tensor) -> Tensor:
+        self._write_changes()
         if self._rows is None:
             rows = [slot.index * self.size + row for slot in self.taken for row in range(self.size)]
             self._rows = upload(rows, self._decoder.state.tokens)
@@ -349,6 +359,7 @@ class GraphSlots(SeparateSlots):
     def start_block(self, draws: Mapping[Slot, BlockDraws]) -> TokenBlock | None:
         if not self.has_blocks or not self.taken:
             return None
+        self._write_changes()
         state = self._decoder.state
         if self._unset:
             indices, next_tokens = zip(*((slot.index, slot.next_tokens[0]) for slot in self._unset), strict=True)
@@ -372,6 +383,7 @@ class GraphSlots(SeparateSlots):
         self._decoder.draws[rows, :BLOCK_STEPS] = upload(numbers, self._decoder.draws)
 
     def select_all(self, slots: list[Slot], parents: Tensor) -> None:
+        self._write_changes()
         keys = self._decoder.keys
         if keys.origin is None:
             return
@@ -380,22 +392,33 @@ class GraphSlots(SeparateSlots):
         past = torch.arange(keys.max_len, device=parents.device) < self._decoder.state.lengths[rows, None]
         keys.origin[rows] = torch.where(past, keys.origin[(first + parents).flatten()], keys.row[rows, None])
 
-    def _write(self, slot: Slot, reading: PromptReading) -> None:
-        state, keys, rows, first = self._decoder.state, self._decoder.keys, self._rows_of(slot), slot.index * self.size
-        n = len(reading.row)
-        keys.data[:, :, rows].zero_()  # a leftover infinity times weight 0 would be NaN
-        keys.data[:, :, first, :, :n] = reading.keys()
-        if keys.memory:
-            memory = reading.memory()  # (layers, 2, G, S, D)
-            keys.memory_data[:, :, slot.index, :, : memory.shape[3]] = memory
-            keys.source_lengths[slot.index : slot.index + 1] = memory.shape[3]  # one element would wait for the device
-        if keys.origin is not None:
-            past = torch.arange(keys.max_len, device=keys.row.device) < n
-            keys.origin[rows] = torch.where(past, first, keys.row[rows, None])
-        state.lengths[rows], state.last[rows] = n, n + reading.limit - 1
+    def _write_changes(self) -> None:
+        """Write to the device the texts that have joined since the last step, and the lengths of slots that changed.
 
-    def _rows_of(self, slot: Slot) -> slice:
-        return slice(slot.index * self.size, (slot.index + 1) * self.size)
+        Few operations, however many texts: in each of them another thread may take the interpreter from this one.
+        """
+        if not self._changed:
+            return
+        state, joined = self._decoder.state, {index: text for index, text in self._changed.items() if text is not None}
+        bounds = [(0, 0) if text is None else (text.length, text.last) for text in self._changed.values()]
+        index, lengths, last = upload([list(self._changed), *zip(*bounds, strict=True)], state.tokens)
+        state.lengths.view(-1, self.size)[index] = lengths[:, None]
+        state.last.view(-1, self.size)[index] = last[:, None]
+        self._changed = {}
+        for slot_index, text in joined.items():
+            self._write_keys(slot_index, text)
+
+    def _write_keys(self, index: int, text: JoinedText) -> None:
+        keys, first, rows = self._decoder.keys, index * self.size, slice(index * self.size, (index + 1) * self.size)
+        keys.data[:, :, rows].zero_()  # a leftover infinity times weight 0 would be NaN
+        keys.data[:, :, first, :, : text.length] = text.keys
+        if text.memory is not None:
+            n_source = text.memory.shape[3]
+            keys.memory_data[:, :, index, :, :n_source] = text.memory
+            keys.source_lengths[index : index + 1] = n_source  # one element would wait for the device
+        if keys.origin is not None:
+            past = torch.arange(keys.max_len, device=keys.row.device) < text.length
+            keys.origin[rows] = torch.where(past, first, keys.row[rows, None])
 
 
 def slot_shape(model: Model, size: int, max_slots: int) -> GraphShape:

@@ -292,6 +292,7 @@ def new_texts(request: TextRequest, model: ModelConfig) -> list[RunningText]:
     config = request.config
     if config.beam > 1:
         return [SearchedText(request, model.eos_id)]
-    limit = torch.tensor([request.reading.limit])
-    draws = uniform_draws(config, limit, request.copies) if config.samples else [None] * request.copies
+    if not config.samples:
+        return [SampledText(request, copy, None, model) for copy in range(request.copies)]
+    draws = uniform_draws(config, torch.tensor([request.reading.limit]), request.copies)
     return [SampledText(request, copy, text_draws, model) for copy, text_draws in enumerate(draws)]
