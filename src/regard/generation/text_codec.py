@@ -154,9 +154,10 @@ def merge_config(model: Model, config: GenerateConfig | None, fields: Mapping[st
 def with_rules(config: GenerateConfig, model: ModelConfig) -> GenerateConfig:
     """A config with the rules of a model: more tokens that end a text, and those that never occur."""
     ends = [(index,) for index in model.more_eos_ids if (index,) not in config.stop]
-    forbidden = forbidden_bias(model)
     rules: dict[str, Any] = {"stop": (*config.stop, *ends)} if ends else {}
-    return config.with_(**rules | ({"logit_bias": forbidden | config.logit_bias} if forbidden else {}))
+    if forbidden := forbidden_bias(model):
+        rules["logit_bias"] = forbidden | config.logit_bias
+    return config.with_(**rules) if rules else config
 
 
 def forbidden_bias(model: ModelConfig) -> dict[int, float]:
