@@ -164,8 +164,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text; ``special`` adds the special tokens of the file's template."""
-        (ids,) = self._encode_batch([replace_surrogates(text)], special)  # unlike ``encode``, lets other threads run
-        return list(ids)
+        with library_errors_as_bad_file(self.name):
+            return list(self._backend.encode(replace_surrogates(text), add_special_tokens=special).ids)
 
     def encode_all(self, texts: Iterable[str], *, special: bool = True) -> list[list[int]]:
         """The ids of many texts, on all cores."""
