@@ -80,7 +80,7 @@ $(VENV)/share/docs: Makefile | $(STAMP)
 docs: $(STAMP) $(VENV)/share/docs  ## build/site: the documents in both languages, with search; a warning or a dead link fails
 	PYTHONPATH=$(VENV)/share/docs $(BIN)/python tools/docs_site.py build/site
 
-faults: $(STAMP)  ## plant each of the faults in tests/faults.py and see that the tests catch it (about half an hour)
+faults: $(STAMP)  ## plant each of the faults in tests/faults.py and see that the tests catch it (ten minutes)
 	$(BIN)/python tests/faults.py
 
 trust: browser  ## try every promise of docs/trust.md at full size (20 minutes to an hour) and write its table

@@ -375,14 +375,14 @@ FAULTS = [
         "generation/slot_engine.py",
         "self.visible[to], self.ends[to] = self.visible[slot], end",
         "self.ends[to] = end",
-        "serving/test_batching.py serving",
+        "tests/serving/test_batching.py tests/serving",
     ),
     Fault(
         "joint searches count their steps together",
         "generation/joint_search.py",
         "beams.select(mask), beams.step[mask]",
         "beams.select(mask), beams.step[mask].amax().expand(int(mask.sum())).clone()",
-        "serving/test_batching.py serving",
+        "tests/serving/test_batching.py tests/serving",
     ),
     Fault(
         "server answers any Host",

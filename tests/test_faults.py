@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import FAULTS, unplantable
+from faults import FAULTS, ROOT, unplantable
 from trust.weaknesses import WEAKNESSES
 
 
@@ -11,3 +11,8 @@ def test_every_fault_finds_its_place_in_the_sources() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
     assert unplantable(WEAKNESSES) == []
     assert len({fault.name for fault in WEAKNESSES}) == len(WEAKNESSES) >= 20
+
+
+def test_the_tests_of_every_fault_are_there() -> None:
+    missing = [name for fault in (*FAULTS, *WEAKNESSES) for name in fault.tests.split() if not (ROOT / name).exists()]
+    assert not missing
