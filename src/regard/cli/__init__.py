@@ -149,11 +149,8 @@ class Command(_LocalisedHelp, TyperCommand):
 
             name = getattr(failure, "option_name", "").lstrip("-").replace("-", "_")
             alike = [f"{field}=…" for field in field_names() if field.partition(".")[2] == name]
-            if (
-                alike
-                and hasattr(failure, "possibilities")
-                and any(param.metavar == "FIELD=VALUE" for param in self.params)
-            ):
+            takes_fields = any(param.metavar == "FIELD=VALUE" for param in self.params)
+            if alike and takes_fields and hasattr(failure, "possibilities"):
                 failure.possibilities = alike
             raise
 

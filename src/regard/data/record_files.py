@@ -213,11 +213,8 @@ def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder:
     if value is None:
         return ""
     if isinstance(value, dict | list):
-        hint = (
-            f"; say which part to read: column={column}.{next(iter(value))}"
-            if isinstance(value, dict) and value
-            else ""
-        )
+        parts = list(value) if isinstance(value, dict) else []
+        hint = f"; say which part to read: column={column}.{parts[0]}" if parts else ""
         raise BadData(f"{path}:{line}: {column!r} is not a text but a {type(value).__name__}{hint}")
     return str(folder / str(value)) if folder is not None and str(value).strip() else str(value)
 

@@ -45,7 +45,7 @@ class BackTranslation:
         return {"path": str(self.path), **counts, "decoding": self.decoding}
 
     def to_text(self) -> str:
-        left_out = _counted(self.left_out)
+        left_out = _list_counts(self.left_out)
         sampling = {name: value for name, value in self.decoding.items() if name not in ("beam", "sample")}
         how = "sampled" if GenerateConfig(**self.decoding).samples else f"beam {self.decoding['beam']}"
         how += "".join(f", {name} {value}" for name, value in sampling.items())
@@ -100,11 +100,11 @@ def back_translate(
     n_pairs = counts.pop("", 0)
     if not n_pairs:
         target.unlink()
-        raise BadData(f"no line of {texts} gave a pair: {_counted(counts)}; the translator may need more training")
+        raise BadData(f"no line of {texts} gave a pair: {_list_counts(counts)}; the translator may need more training")
     return BackTranslation(target, n_pairs, dict(counts), summary.n_resumed, decoding)
 
 
-def _counted(left_out: dict[str, int]) -> str:
+def _list_counts(left_out: dict[str, int]) -> str:
     return ", ".join(f"{n:,} {why}" for why, n in left_out.items())
 
 
