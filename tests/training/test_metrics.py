@@ -159,11 +159,6 @@ def test_empty_outputs_score_zero() -> None:
     assert (found.bleu, found.chrf, found.exact) == (0, 0, 0)
 
 
-def test_unknown_tokenisation() -> None:
-    with pytest.raises(ValueError, match="tokenize='14a' is not one of auto, "):
-        translations.bleu_statistics(OUTPUT, ENGLISH, "14a")
-
-
 # Classes
 
 
@@ -184,18 +179,17 @@ def test_classification_by_hand() -> None:
 
 
 def test_a_class_that_never_occurs_is_not_in_the_mean_but_one_never_found_is() -> None:
-    found = classes.classification([0, 0, 0], [0, 0, 1], 4)
+    found = classes.classification([0, 0, 0], [0, 0, 1], "abcd")
     assert found.macro_f1 == pytest.approx((0.8 + 0.0) / 2)
     assert found.classes[1].precision == found.classes[1].f1 == found.classes[3].f1 == 0
     assert len(found.confusion) == 4
-    assert len(classes.classification([0, 2], [0, 1]).classes) == 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_classification_agrees_with_counting(pairs: list[tuple[int, int]]) -> None:
     guess, truth = zip(*pairs, strict=True)
-    found = classes.classification(torch.tensor(guess), np.array(truth), 5)
+    found = classes.classification(torch.tensor(guess), np.array(truth), "abcde")
     f1s = []
     for c in range(5):
         hits = sum(g == t == c for g, t in pairs)
@@ -207,22 +201,6 @@ def test_classification_agrees_with_counting(pairs: list[tuple[int, int]]) -> No
     assert found.accuracy == pytest.approx(sum(g == t for g, t in pairs) / len(pairs))
     assert classes.accuracy_statistics(guess, truth).corpus() == pytest.approx(found.accuracy)
     assert classes.macro_f1_statistics(guess, truth, 5).corpus() == pytest.approx(found.macro_f1)
-
-
-@pytest.mark.parametrize(
-    ("guess", "truth", "labels", "error", "words"),
-    [
-        ([], [], 2, ValueError, "predicted is empty"),
-        ([0, 1], [0], 2, ValueError, "predicted has 2 examples, but truth has 1"),
-        ([0, 2], [0, 1], 2, ValueError, "predicted holds class 2, but classes are 0 to 1"),
-        ([0, 1], [0, -100], None, ValueError, "truth holds class -100, but classes are 0 to 1"),
-        ([0.0, 1.0], [0, 1], 2, TypeError, "predicted must hold class numbers, but holds float64"),
-        ([[0, 1]], [0], 2, ValueError, "predicted has 2 dimensions"),
-    ],
-)
-def test_bad_classes(guess: Any, truth: Any, labels: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        classes.classification(guess, truth, labels)
 
 
 # Captions
@@ -297,25 +275,6 @@ def test_caption_scores_of_each_are_chrf_to_the_closest_reference() -> None:
     assert found.to_dict()["bleu_1"] == found.bleu_1
 
 
-def test_bad_captions() -> None:
-    with pytest.raises(ValueError, match=r"references\[1\] is empty"):
-        translations.captions(["a", "b"], [["a"], []])
-    with pytest.raises(ValueError, match="order=5 is not one of"):
-        translations.bleu_n_statistics(["a"], [["a"]], 5)
-    with pytest.raises(ValueError, match="unit='letters' is not one of"):
-        translations.captions(["a"], [["a"]], unit="letters")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("score", [translations.translation, translations.captions, translations.sentence_chrf])
-def test_bad_text_lists(score: Any) -> None:
-    with pytest.raises(ValueError, match="hypotheses is empty: there is nothing to score"):
-        score([], [])
-    with pytest.raises(ValueError, match="hypotheses has 1 examples, but references has 2"):
-        score(["a"], ["a", "b"])
-    with pytest.raises(TypeError, match="references is a single text"):
-        score(["a"], "a")
-
-
 # Language models
 
 
@@ -327,13 +286,11 @@ def test_language_model_by_hand() -> None:
     assert language.language_model(1.0, 2).to_dict() == {"loss": 0.5, "perplexity": math.exp(0.5), "n_tokens": 2}
 
 
-def test_a_huge_loss_is_null_in_the_document_and_nan_is_refused() -> None:
+def test_a_huge_loss_is_null_in_the_document() -> None:
     huge = language.language_model(5000.0, 1)
     assert huge.perplexity == math.inf
     assert json.loads(json.dumps(huge.to_dict(), allow_nan=False))["perplexity"] is None
     assert language.perplexity(708.0) == math.exp(708)
-    with pytest.raises(ValueError, match="mean loss is not a number"):
-        language.language_model(math.nan, 1)
     with pytest.raises(ValueError, match="n_tokens=0"):
         language.language_model(1.0, 0)
     with pytest.raises(ValueError, match="n_characters=0"):
@@ -383,19 +340,19 @@ def test_strided_losses_are_those_of_a_naive_loop(
 ) -> None:
     stride = min(stride, context)
     decoder.train()
-    found = language.strided_losses(decoder, tokens, context, stride, batch_size=batch_size)
+    found = language.strided_losses(decoder, np.array(tokens), context, stride, batch_size=batch_size)
     assert decoder.training
     expected = naive_losses(decoder, tokens, context, stride)
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_strided_perplexity_reads_tensors_arrays_and_memory_maps(decoder: Decoder, tmp_path: Any) -> None:
-    tokens = torch.arange(40) * 7 % 13
+def test_strided_perplexity_reads_arrays_and_memory_maps(decoder: Decoder, tmp_path: Any) -> None:
+    tokens = np.arange(40) * 7 % 13
     stored = np.memmap(tmp_path / "tokens", dtype=np.uint16, mode="w+", shape=(40,))
-    stored[:] = tokens.numpy()
+    stored[:] = tokens
     decoder.eval()
     mean = np.mean(naive_losses(decoder, tokens.tolist(), 8, 3))
-    for given_as in (tokens, tokens.numpy(), tokens.tolist(), stored):
+    for given_as in (tokens, stored):
         losses = language.strided_losses(decoder, given_as, 8, 3)
         found = language.language_model(float(losses.sum()), len(losses), n_characters=78)
         assert found.perplexity == pytest.approx(math.exp(mean), rel=1e-5)
@@ -405,30 +362,16 @@ def test_strided_perplexity_reads_tensors_arrays_and_memory_maps(decoder: Decode
 
 
 def test_logits_in_parts_are_the_same(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = (torch.arange(60) * 5 % 13).tolist()
+    tokens = np.arange(60) * 5 % 13
     whole = language.strided_losses(decoder, tokens, 12, 12)
     monkeypatch.setattr("regard.training.loss._ROWS_AT_ONCE", {"cpu": 7})
     np.testing.assert_allclose(language.strided_losses(decoder, tokens, 12, 12), whole, atol=1e-6)
 
 
 def test_strided_arguments(decoder: Decoder) -> None:
-    with pytest.raises(ValueError, match="stride=5 is not between 1 and context=4"):
-        language.strided_losses(decoder, [1, 2, 3], 4, 5)
-    with pytest.raises(ValueError, match="stride=0 is not between"):
-        language.strided_losses(decoder, [1, 2, 3], 4, 0)
-    with pytest.raises(ValueError, match="tokens has 1 tokens"):
-        language.strided_losses(decoder, [1], 4, 2)
-    with pytest.raises(ValueError, match="tokens hold id 13, but vocab_size=13"):
-        language.strided_losses(decoder, [1, 2, 13], 4, 2)
-    with pytest.raises(ValueError, match="tokens hold id -1, but"):
-        language.strided_losses(decoder, [1, -1, 3], 4, 2)
-    with pytest.raises(ValueError, match=r"tokens have shape \(1, 3\)"):
-        language.strided_losses(decoder, torch.tensor([[1, 2, 3]]), 4, 2)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        language.strided_losses(decoder, [1, 2, 3], 4, 2, batch_size=0)
-    headless = Decoder(decoder.config.with_(head="none"))
-    with pytest.raises(ValueError, match="no language-model head"):
-        language.strided_losses(headless, [1, 2, 3], 4, 2)
+    for stride in (5, 0):
+        with pytest.raises(ValueError, match=f"stride={stride} is not between 1 and context=4"):
+            language.strided_losses(decoder, np.arange(3), 4, stride)
 
 
 # Statistics and the bootstrap
@@ -438,21 +381,6 @@ def test_means_are_weighted() -> None:
     losses = language.loss_statistics([4.0, 9.0, 2.0], [2, 3, 1])
     assert losses.corpus() == 15 / 6
     assert losses.each().tolist() == [2, 3, 2]
-
-
-@pytest.mark.parametrize(
-    ("values", "weights", "words"),
-    [
-        ([1.0, math.nan], None, r"values\[1\] of loss is not a finite number"),
-        ([math.inf], None, r"values\[0\] of loss"),
-        ([1.0, 2.0], [1, 0], r"weights\[1\] of loss is 0"),
-        ([1.0], [1, 1], "values has 1 examples, but weights has 2"),
-        ([], None, "values is empty"),
-    ],
-)
-def test_bad_values(values: Any, weights: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        language.loss_statistics(values, weights)
 
 
 def systems(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -563,23 +491,11 @@ def test_draws_are_with_replacement_and_even() -> None:
     np.testing.assert_array_equal(_counts(50, 700, 710, 0), counts[700:710])
 
 
-def test_systems_scored_differently_are_not_compared() -> None:
-    char, words = (translations.bleu_statistics(OUTPUT, ENGLISH, name) for name in ("char", "13a"))
-    with pytest.raises(ValueError, match=r"scored differently: signature .*tok:char.* and .*tok:13a"):
-        paired_bootstrap(char, words)
-    with pytest.raises(ValueError, match="scored differently: metric 'BLEU' and 'chrF'"):
-        paired_bootstrap(words, translations.chrf_statistics(OUTPUT, ENGLISH))
-    with pytest.raises(ValueError, match="a has 2 examples, but b has 3"):
-        paired_bootstrap(language.loss_statistics([1, 2]), language.loss_statistics([1, 2, 3]))
-    with pytest.raises(ValueError, match="samples=0"):
-        paired_bootstrap(words, words, samples=0)
-
-
 def test_results_are_frozen_and_become_json() -> None:
     truth, a, b = systems(30)
     results = [
         translations.translation(OUTPUT, ENGLISH),
-        classes.classification(a, truth, 3),
+        classes.classification(a, truth, "abc"),
         translations.captions(OUTPUT, ENGLISH),
         language.language_model(3.0, 2),
         paired_bootstrap(classes.accuracy_statistics(a, truth), classes.accuracy_statistics(b, truth), samples=20),

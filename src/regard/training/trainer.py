@@ -42,13 +42,7 @@ from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
 from .precision import Precision, PrecisionName, model_flops_per_token, peak_flops
 from .reporter import Reporter
-from .run_directory import (
-    CHOICE_FILE,
-    RunDirectory,
-    absolute_paths,
-    missing_data,
-    provenance,
-)
+from .run_directory import CHOICE_FILE, FACTS_FILE, RunDirectory, absolute_paths, missing_data, provenance
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
@@ -209,7 +203,8 @@ def _record_changes(run: RunDirectory, changed: Mapping[str, tuple[Any, Any]], d
     """Add the fields that change after ``done`` steps, as (old, new), to provenance.json."""
     if changed:
         entry = {"step": done, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "train": dict(changed)}
-        run.write_facts({**run.facts, "changes": [*run.facts.get("changes", ()), entry]})
+        facts = {**run.facts, "changes": [*run.facts.get("changes", ()), entry]}
+        run.replace_files({FACTS_FILE: to_json(facts)})
     if "device" in changed:  # precision and compilation were chosen for the old device
         run.replace_files({CHOICE_FILE: None})
 

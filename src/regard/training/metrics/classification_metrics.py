@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...text.words import entity_spans, has_entities
-from .statistics import Floats, MetricResult, Statistics, mean_statistics, need_pairs
+from .statistics import Floats, MetricResult, Statistics, mean_statistics
 
 _ROUNDING = 1e-12  # a smaller variance, relative to the mean square, is a rounding error: all values are equal
 MultiHot = NDArray[np.bool_]  # (N, labels): the labels of each example
@@ -41,16 +41,13 @@ class ClassificationScores(MetricResult):
     confusion: tuple[tuple[int, ...], ...]  # confusion[i][j]: how often j was predicted for i
 
 
-def classification(
-    predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None = None
-) -> ClassificationScores:
-    """``predicted`` and ``truth`` are class indices (N,); ``labels`` their names or number (default: all)."""
-    guess, true, names = _classes(predicted, truth, labels)
-    size = len(names)
+def classification(predicted: ArrayLike, truth: ArrayLike, labels: Sequence[str]) -> ClassificationScores:
+    """``predicted`` and ``truth`` are class indices (N,); ``labels`` are the names of the classes."""
+    guess, true, size = np.asarray(predicted), np.asarray(truth), len(labels)
     confusion = np.bincount(true * size + guess, minlength=size * size).reshape(size, size)
     hits, n_predicted, n_true = np.diag(confusion), confusion.sum(0), confusion.sum(1)
     accuracy, macro_f1 = float(hits.sum() / len(true)), float(macro_f1_of_counts(hits, n_predicted, n_true))
-    classes = _class_scores(names, hits, n_predicted, n_true)
+    classes = _class_scores(labels, hits, n_predicted, n_true)
     return ClassificationScores(len(true), accuracy, macro_f1, classes, tuple(map(tuple, confusion.tolist())))
 
 
@@ -64,15 +61,12 @@ def _class_scores(names: Sequence[str], *counts: NDArray[np.number]) -> tuple[Cl
 
 def accuracy_statistics(predicted: ArrayLike, truth: ArrayLike) -> Statistics:
     """1 for each example whose class is correct."""
-    guess, true, _ = _classes(predicted, truth, None)
-    return mean_statistics("accuracy", guess == true)
+    return mean_statistics("accuracy", np.asarray(predicted) == np.asarray(truth))
 
 
-def macro_f1_statistics(predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str]) -> Statistics:
+def macro_f1_statistics(predicted: ArrayLike, truth: ArrayLike, n_classes: int) -> Statistics:
     """Hits, predictions and true members of each class (N, 3 · classes); the score is the macro F1 of their sums."""
-    guess, true, names = _classes(predicted, truth, labels)
-    classes = np.arange(len(names))
-    is_guess, is_true = guess[:, None] == classes, true[:, None] == classes
+    is_guess, is_true = (np.asarray(x)[:, None] == np.arange(n_classes) for x in (predicted, truth))
     rows = np.concatenate([is_guess & is_true, is_guess, is_true], axis=1).astype(np.float64)
     return Statistics("macro F1", rows, _macro_f1)
 
@@ -95,27 +89,6 @@ def macro_f1_of_counts(hits: NDArray[np.number], n_predicted: NDArray[np.number]
 
 def share(part: NDArray[np.number], whole: NDArray[np.number]) -> Floats:
     return np.divide(part, whole, out=np.zeros(np.shape(whole), dtype=np.float64), where=whole > 0)
-
-
-def _classes(
-    predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
-    """Both as checked class indices, and the name of every class."""
-    guess, true = np.asarray(predicted), np.asarray(truth)
-    for name, ids in (("predicted", guess), ("truth", true)):
-        if ids.ndim != 1:
-            raise ValueError(f"{name} has {ids.ndim} dimensions, but must be a list of class numbers")
-    need_pairs(predicted=guess, truth=true)
-    if labels is None:
-        labels = int(max(guess.max(), true.max())) + 1
-    names = [str(c) for c in range(labels)] if isinstance(labels, int) else [str(label) for label in labels]
-    for name, ids in (("predicted", guess), ("truth", true)):
-        if ids.dtype.kind not in "iu":
-            raise TypeError(f"{name} must hold class numbers, but holds {ids.dtype}")
-        if ids.min() < 0 or ids.max() >= len(names):
-            odd = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(f"{name} holds class {odd}, but classes are 0 to {len(names) - 1}")
-    return guess.astype(np.int64), true.astype(np.int64), names
 
 
 # ------------------------------------------------------------------- several labels, numbers, tags

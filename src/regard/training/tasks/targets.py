@@ -96,7 +96,7 @@ class OneClass(Target):
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
         predicted, true = ([self.labels.index(label) for label in each] for each in (outputs, references))
-        macro_f1 = classification_metrics.macro_f1_statistics(predicted, true, self.labels)
+        macro_f1 = classification_metrics.macro_f1_statistics(predicted, true, len(self.labels))
         return [classification_metrics.accuracy_statistics(predicted, true), macro_f1]
 
     def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
