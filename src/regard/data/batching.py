@@ -58,11 +58,6 @@ class BatchPlan:
                 cuts.append(index)
         self._cuts = np.asarray([*cuts, len(sizes)], dtype=np.int64)
 
-    @classmethod
-    def by_examples(cls, n: int, batch_size: int, *, seed: int = 0) -> BatchPlan:
-        """Batches of ``batch_size`` examples of equal size, such as images."""
-        return cls(np.ones(n), batch_size, seed=seed)
-
     def count(self) -> int:
         """The number of batches per epoch."""
         return len(self._cuts) - 1

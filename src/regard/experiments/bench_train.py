@@ -295,12 +295,8 @@ def torch_step(config: ModelConfig, precision: Precision, compile: bool) -> Step
     return plain_step(plain(config), precision, compile)
 
 
-def transformers_step(config: ModelConfig, precision: Precision, compile: bool) -> Step:
-    return plain_step(HuggingFaceLoss(config), precision, compile)
-
-
 STEPS: dict[Contender, Callable[[ModelConfig, Precision, bool], Step]] = {
     "regard": regard_step,
     "torch": torch_step,
-    "transformers": transformers_step,
+    "transformers": lambda config, precision, compile: plain_step(HuggingFaceLoss(config), precision, compile),
 }

@@ -14,7 +14,6 @@ from ...foundation.jsonio import to_jsonable
 
 Floats = NDArray[np.float64]
 References = Sequence[str] | Sequence[Sequence[str]]  # one or several references for each example
-NOT_WRITTEN = {"written": False}  # metadata of a field that ``to_dict`` leaves out
 _MAX_DRAWS = 1 << 20  # examples drawn at once, to bound memory
 
 
@@ -24,8 +23,8 @@ class MetricResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Names and values for JSON, without None; numbers that are not finite become null."""
-        written = ((field.name, getattr(self, field.name)) for field in fields(self) if field.metadata != NOT_WRITTEN)
-        return {name: to_jsonable(value) for name, value in written if value is not None}
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: to_jsonable(value) for name, value in values if value is not None}
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import RegardError
-from .statistics import NOT_WRITTEN, Floats, MetricResult, References, Statistics, mean_statistics, reference_lists
+from .statistics import Floats, MetricResult, References, Statistics, mean_statistics, reference_lists
 
 Script = Literal["hangul", "han", "kana", "spaced"]
 Unit = Literal["auto", "words", "characters"]
@@ -171,9 +171,6 @@ class CaptionScores(MetricResult):
     cider: float  # CIDEr-D from 0 to 10, as printed by its authors' program; papers often show 100 times that
     exact: float
     signature: str
-    scores: tuple[float, ...] = field(default=(), repr=False, metadata=NOT_WRITTEN)
-    """The chrF of each caption against its closest reference, from 0 to 1. It ranks bad captions too, for which CIDEr-D
-    is often 0. Not part of ``to_dict``."""
 
 
 def captions(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> CaptionScores:
@@ -187,9 +184,8 @@ def captions(hypotheses: Sequence[str], references: References, unit: Unit = "au
     bleu_1, bleu_2, bleu_3, bleu_4 = (statistics.corpus() for statistics in by_order)
     cider = cider_statistics(hypotheses, references, unit).corpus()
     exact = exact_statistics(hypotheses, references).corpus()
-    scores = tuple((chrf_statistics(hypotheses, references).each() / 100).tolist())
     signature = by_order[-1].signature
-    return CaptionScores(len(hypotheses), bleu_1, bleu_2, bleu_3, bleu_4, cider, exact, signature, scores)
+    return CaptionScores(len(hypotheses), bleu_1, bleu_2, bleu_3, bleu_4, cider, exact, signature)
 
 
 def bleu_n_statistics(
