@@ -177,5 +177,3 @@ def test_what_separates_is_a_delimiter() -> None:
     assert all(is_delimiter(Label(text)) for text in (".", ",", "…", "“"))
     assert is_delimiter(Label("<eos>", special=True))
     assert not any(is_delimiter(Label(text)) for text in ("a.", "고양이", "3", "+"))
-
-

@@ -146,7 +146,6 @@ def _to_dict(seen: Look, top: int, layer: int, head: int | None, view_options: d
 
 
 def _print_routing(seen: Look, layer: int, kind: str | None, as_json: bool) -> None:
-    """Print the experts of each token in one layer, largest weight first."""
     kind = "self" if kind == "cross" else kind  # experts come after all attention of a layer
     routing = seen.routing(layer=layer, kind=kind)
     rows: list[dict[str, Any]] = []
@@ -190,7 +189,6 @@ def _print_scores(path: str, model: Model, as_json: bool) -> None:
 
 
 def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) -> None:
-    """Compare two models on the same text, head by head."""
     from regard.lens.compare import compare
 
     comparison = compare(seen, other, kind=kind)

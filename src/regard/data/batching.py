@@ -59,7 +59,6 @@ class BatchPlan:
         self._cuts = np.asarray([*cuts, len(sizes)], dtype=np.int64)
 
     def count(self) -> int:
-        """The number of batches per epoch."""
         return len(self._cuts) - 1
 
     def at(self, number: int) -> tuple[int, int]:
@@ -67,7 +66,6 @@ class BatchPlan:
         return divmod(number, self.count())
 
     def batch(self, epoch: int, position: int) -> NDArray[np.int64]:
-        """Indices of the examples of a batch."""
         examples, batches = _epoch_order(self, epoch)
         number = batches[position]
         return examples[self._cuts[number] : self._cuts[number + 1]]

@@ -47,7 +47,6 @@ class PackedRows:
         return -(-len(self.file.tokens) // self.context)
 
     def row(self, epoch: int, index: int) -> PackedRow:
-        """Row ``index`` of an epoch."""
         documents, ends = _document_layout(self, epoch if self.shuffle else 0)
         width = self.context
         tokens, targets = np.full(width, self.pad_id, np.int64), np.full(width, IGNORE, np.int64)

@@ -61,7 +61,6 @@ class TokenFile:
 
 
 def whole_documents(documents: Iterable[Sequence[int]]) -> Pieces:
-    """Each document as a single piece."""
     return ((ids, True) for ids in documents)
 
 

@@ -60,7 +60,6 @@ class TrainBench:
     cases: list[TrainingSpeed]
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, as JSON-compatible values."""
         return {**asdict(self), "torch": torch.__version__}
 
     def to_text(self) -> str:

@@ -79,7 +79,6 @@ def largest_sizes(cases: list[ParityCase]) -> dict[str, int]:
 
 
 def task_name(config: ModelConfig) -> str:
-    """The name of the model's task."""
     if config.architecture == "decoder":
         return "language model"
     if config.architecture == "encoder":

@@ -38,7 +38,6 @@ class LookComparison:
     largest: Tensor  # the largest absolute difference of two weights
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
         numbers = {"divergence": self.divergence.tolist(), "largest": self.largest.tolist()}
         return {"kind": self.kind, "layers": [list(pair) for pair in self.layers], **numbers}
 

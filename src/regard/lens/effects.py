@@ -48,7 +48,6 @@ class Effect:
         return self.after.loss - self.before.loss
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
         outcomes = {
             name: asdict(outcome) | {"next": [token._asdict() for token in outcome.next]}
             for name, outcome in (("before", self.before), ("after", self.after))

@@ -77,7 +77,6 @@ class HeadRoles:
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[Any, ...]]:
-        """For each head its name, its roles and its scores."""
         return [
             (
                 f"L{layer + 1}H{head + 1}",

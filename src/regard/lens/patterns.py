@@ -68,7 +68,7 @@ class HeadPatterns:
         return "diagonal" if self.kind == "cross" and best == "current" else NAMES[best]
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary for JSON: scores as nested lists [layer][head], None for NaN."""
+        """Scores as nested lists [layer][head], with None for NaN."""
         scores = {name: nan_to_none(x.tolist()) for name, x in self.scores.items()}
         n_layers, n_heads = self.entropy.shape
         labels = [[self.label(layer, head) for head in range(n_heads)] for layer in range(n_layers)]

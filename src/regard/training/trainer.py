@@ -363,7 +363,6 @@ def _reads_late(precision: Precision) -> bool:
 
 
 def _train_and_save(loop: Loop, run: RunDirectory, first: Batch) -> TrainResult:
-    """Compile, train, and save the model."""
     at, compiled = loop.at, loop.step_module if isinstance(loop.step_module, Compiled) else None
     if compiled is not None:  # always with the first batch, so that a resumed run compiles the same code
         with loop.precision.forward():

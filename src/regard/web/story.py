@@ -80,7 +80,6 @@ def _embedding(record: ActivationRecord, place: Place) -> dict[str, Any]:
 
 
 def _head(session: LookSession, record: ActivationRecord, at: HeadView, row: int) -> dict[str, Any]:
-    """Query, keys, values, scores, weights and output of one head."""
     look, head = session.look, at.head or 0
     call = record.call(layer=at.layer, kind=at.kind)
     weights = look.weights(layer=at.layer, head=head, kind=at.kind, rows=[row])[0]

@@ -103,13 +103,13 @@ class TextLosses:
     predictions: NDArray[np.int64]  # the most likely token at each position; -1 if none was predicted
 
     @property
-    def scored(self) -> NDArray[np.bool_]:
+    def is_scored(self) -> NDArray[np.bool_]:
         return ~np.isnan(self.losses)
 
     @property
     def n_characters(self) -> int:
         """Characters of the scored tokens; the first token of a text and an incomplete last block are not scored."""
-        return sum(map(len, self.texts)) - len(self.tokenizer.decode(self.tokens[~self.scored]))
+        return sum(map(len, self.texts)) - len(self.tokenizer.decode(self.tokens[~self.is_scored]))
 
     def passages(self) -> Iterator[slice]:
         """Slices of at most 64 tokens, each within one document."""
@@ -118,7 +118,7 @@ class TextLosses:
                 yield slice(first, min(first + _PASSAGE, end))
 
     def scores(self) -> LanguageScores:
-        total, n = float(np.nansum(self.losses)), int(self.scored.sum())
+        total, n = float(np.nansum(self.losses)), int(self.is_scored.sum())
         return language_model(total, n, max(self.n_characters, 0) or None)
 
     def with_stride(self, model: Decoder, context: int, stride: int) -> TextLosses:
@@ -139,7 +139,7 @@ def paired_texts(a: TextLosses, b: TextLosses, *, masked: bool = False) -> list[
         if masked:
             raise ValueError("the two models have different tokens, so their masked tokens cannot be compared")
         return [_by_characters(a, b)]
-    both = a.scored & b.scored
+    both = a.is_scored & b.is_scored
     passages = [passage for passage in a.passages() if both[passage].any()]
     counts = [int(both[passage].sum()) for passage in passages]
 

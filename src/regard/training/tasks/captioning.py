@@ -93,7 +93,6 @@ class CaptionTask(ImageTask):
 
     @cached_property
     def _images(self) -> Sequence[int]:
-        """The indices of the training images."""
         return range(len(self.source.train)) if self._short_captions is None else list(self._short_captions)
 
     @cached_property

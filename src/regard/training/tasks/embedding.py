@@ -64,7 +64,6 @@ class Embed(Task):
 
     @cached_property
     def _train(self) -> list[TokenFile]:
-        """The tokens of each side."""
         n_sides = len(sides_of(self.source.train[0]))
 
         def side(number: int) -> TokenFile:

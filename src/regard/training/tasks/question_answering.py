@@ -121,7 +121,6 @@ class AnswerQuestions(Translate):
         return {"n": len(rows), "exact": float(exact.mean()), "f1": float(overlap.mean())}, rows
 
     def _write(self, model: Model, examples: Iterable[Example], **decoding: Any) -> list[str]:
-        """The answers that the model generates."""
         sources = [truncate(rows, self.config.data.max_len)[0] for rows in self._encode_sources(list(examples))]
         config = GenerateConfig(max_new_tokens=max(1, self._max_target_len - 1), **decoding)
         outputs = [""] * len(sources)

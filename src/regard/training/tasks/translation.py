@@ -68,8 +68,6 @@ class Translate(Task):
 
     @cached_property
     def _train(self) -> tuple[TokenFile, TokenFile]:
-        """The tokens of the sources and of the targets."""
-
         def side(name: str, tokenizer: Tokenizer, first: list[int]) -> TokenFile:
             def pieces() -> Pieces:
                 texts = (getattr(x, name) for x in self._tracked_train(f"{name}s"))
