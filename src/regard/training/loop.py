@@ -303,11 +303,8 @@ class Loop:
         )
 
     def _last_checkpoint(self) -> str:
-        return (
-            "there is no checkpoint"
-            if self.saved_step is None
-            else f"the last checkpoint is that of step {self.saved_step}"
-        )
+        step = self.saved_step
+        return "there is no checkpoint" if step is None else f"the last checkpoint is that of step {step}"
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.at.step % every == 0

@@ -29,6 +29,7 @@ from ..models.build import build
 from ..models.model_flops import n_tokens
 from ..text.processor import Processor
 from .averaging import Ema
+from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, compiler_options
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
@@ -293,26 +294,14 @@ def _run(
     if choice.compile:
         options = compiler_options(flops, group.device)
         step_module = Compiled(step_module, dynamic=task.ragged, options=options)
-    optimiser = build_optimiser(model, config.train)
-    peak = peak_flops(group.device, precision.dtype)
-    reporter = Reporter(
-        run.root,
-        steps=config.train.steps,
-        log_every=config.train.log_every,
-        style=style if group.is_main else "off",
-        start_step=0 if checkpoint is None else checkpoint.step,
-        flops_per_token=token_flops,
-        peak_flops=None if peak is None else peak * group.world,
-        loggers=config.train.loggers,
-        settings=flat_fields(config),
-    )
+    reporter = _open_reporter(config, run, group, style, checkpoint, token_flops, precision)
     loop = Loop(
         train=config.train,
         task=task,
         model=model,
         objective=objective,
         step_module=step_module,
-        optimiser=optimiser,
+        optimiser=build_optimiser(model, config.train),
         schedule=schedule_of(config.train),
         precision=precision,
         group=group,
@@ -355,6 +344,29 @@ def _build_objective(model: Model, config: RunConfig, task: Task) -> Objective:
     if reference is not None:
         reference.to(model.device)
     return Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
+
+
+def _open_reporter(
+    config: RunConfig,
+    run: RunDirectory,
+    group: Group,
+    style: Style,
+    checkpoint: Checkpoint | None,
+    token_flops: float,
+    precision: Precision,
+) -> Reporter:
+    peak = peak_flops(group.device, precision.dtype)
+    return Reporter(
+        run.root,
+        steps=config.train.steps,
+        log_every=config.train.log_every,
+        style=style if group.is_main else "off",
+        start_step=0 if checkpoint is None else checkpoint.step,
+        flops_per_token=token_flops,
+        peak_flops=None if peak is None else peak * group.world,
+        loggers=config.train.loggers,
+        settings=flat_fields(config),
+    )
 
 
 def _reads_late(precision: Precision) -> bool:

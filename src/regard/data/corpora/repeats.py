@@ -29,6 +29,7 @@ class Repeats:
         return None
 
     def example(self, split: str, index: int) -> str:
+        """Some distinct words, then the same words again."""
         check_index(self, split, index)
         draws = Draws(self.name, split, index)
         words = draws.shuffle(WORDS)[: MIN_WORDS + draws.below(MAX_WORDS - MIN_WORDS + 1)]
