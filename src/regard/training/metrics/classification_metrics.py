@@ -168,7 +168,6 @@ def _ranks(values: Floats) -> Floats:
 class TaggingScores(MetricResult):
     """The scores of a tagger, from 0 to 1."""
 
-    n_words: int
     accuracy: float  # share of words with the correct tag
     f1: float  # over all entities if tags are B-X, I-X and O; else the macro F1 of tags
     classes: tuple[ClassScores, ...]  # one per entity type, or per tag
@@ -179,7 +178,7 @@ def tagging(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) 
     its type, its first word and its last word are."""
     accuracy, f1 = (each.corpus() for each in tagging_statistics(predicted, truth))
     classes, counts = _unit_counts(predicted, truth)
-    return TaggingScores(sum(map(len, truth)), accuracy, f1, _class_scores(classes, *counts.sum(0)))
+    return TaggingScores(accuracy, f1, _class_scores(classes, *counts.sum(0)))
 
 
 def tagging_statistics(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> list[Statistics]:

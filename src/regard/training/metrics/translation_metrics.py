@@ -159,33 +159,23 @@ def sacre_statistics(name: str, metric: Any, hypotheses: Sequence[str], referenc
     return Statistics(name, rows, score, signature=str(metric.get_signature()))
 
 
-@dataclass(frozen=True)
-class CaptionScores(MetricResult):
-    """The scores of captions, each against several references."""
+def captions(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> dict[str, Any]:
+    """BLEU without smoothing up to 1- to 4-grams, CIDEr-D and exact match of captions with several references each.
 
-    n: int
-    bleu_1: float
-    bleu_2: float
-    bleu_3: float
-    bleu_4: float  # from 0 to 100, not smoothed
-    cider: float  # CIDEr-D from 0 to 10, as printed by its authors' program; papers often show 100 times that
-    exact: float
-    signature: str
-
-
-def captions(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> CaptionScores:
-    """All caption metrics. Hypotheses and references are split into lower-case units without punctuation.
-
-    ``unit``: words, or characters without spaces; "auto" uses characters for Korean, Chinese and Japanese references.
-    A Korean word carries its particles, so 4-grams of words would rarely match. With a single image every n-gram occurs
-    in all images, log(1 / 1) = 0, and CIDEr-D is always 0.
+    BLEU is from 0 to 100, CIDEr-D from 0 to 10, as printed by its authors' program; papers often show 100 times that.
+    Hypotheses and references are split into lower-case units without punctuation. ``unit``: words, or characters
+    without spaces; "auto" uses characters for Korean, Chinese and Japanese references. A Korean word carries its
+    particles, so 4-grams of words would rarely match. With a single image every n-gram occurs in all images,
+    log(1 / 1) = 0, and CIDEr-D is always 0.
     """
-    by_order = [bleu_n_statistics(hypotheses, references, order, unit) for order in _ORDERS]
-    bleu_1, bleu_2, bleu_3, bleu_4 = (statistics.corpus() for statistics in by_order)
-    cider = cider_statistics(hypotheses, references, unit).corpus()
-    exact = exact_statistics(hypotheses, references).corpus()
-    signature = by_order[-1].signature
-    return CaptionScores(len(hypotheses), bleu_1, bleu_2, bleu_3, bleu_4, cider, exact, signature)
+    by_order = {f"bleu_{order}": bleu_n_statistics(hypotheses, references, order, unit) for order in _ORDERS}
+    return {
+        "n": len(hypotheses),
+        **{name: statistics.corpus() for name, statistics in by_order.items()},
+        "cider": cider_statistics(hypotheses, references, unit).corpus(),
+        "exact": exact_statistics(hypotheses, references).corpus(),
+        "signature": by_order["bleu_4"].signature,
+    }
 
 
 def bleu_n_statistics(

@@ -144,7 +144,7 @@ class CaptionTask(ImageTask):
             ExampleResult(image_name(cast(ImageExample, x)), texts, output, chrf / 100)
             for x, texts, output, chrf in each
         ]
-        return metrics.captions(outputs, references).to_dict(), rows
+        return metrics.captions(outputs, references), rows
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
         measures = (metrics.bleu_n_statistics, metrics.cider_statistics, metrics.exact_statistics)
