@@ -56,14 +56,14 @@ def without_mecab(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_translation_scores_are_sacrebleus() -> None:
     found = translations.translation(OUTPUT, ENGLISH)
     bleu, chrf = sacrebleu.BLEU(), sacrebleu.CHRF()
-    assert found.bleu == pytest.approx(bleu.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
-    assert found.chrf == pytest.approx(chrf.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
-    assert found.bleu_signature == str(bleu.get_signature())
-    assert found.chrf_signature == str(chrf.get_signature())
-    assert "tok:13a" in found.bleu_signature
-    assert found.exact == 1 / 5
-    assert found.n == 5
-    assert found.note is None
+    assert found["bleu"] == pytest.approx(bleu.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
+    assert found["chrf"] == pytest.approx(chrf.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
+    assert found["bleu_signature"] == str(bleu.get_signature())
+    assert found["chrf_signature"] == str(chrf.get_signature())
+    assert "tok:13a" in found["bleu_signature"]
+    assert found["exact"] == 1 / 5
+    assert found["n"] == 5
+    assert "note" not in found
 
 
 def test_references_come_by_example_and_may_differ_in_number() -> None:
@@ -125,11 +125,11 @@ def test_korean_bleu_is_over_characters_and_says_so(monkeypatch: pytest.MonkeyPa
     without_mecab(monkeypatch)
     found = translations.translation(KOREAN_OUTPUT, KOREAN)
     expected = sacrebleu.BLEU(tokenize="char").corpus_score(KOREAN_OUTPUT, [KOREAN]).score
-    assert found.bleu == pytest.approx(expected, abs=1e-12)
-    assert "tok:char" in found.bleu_signature
+    assert found["bleu"] == pytest.approx(expected, abs=1e-12)
+    assert "tok:char" in found["bleu_signature"]
     by_words = translations.translation(KOREAN_OUTPUT, KOREAN, tokenize="13a")
-    assert by_words.bleu < found.bleu
-    assert "tok:13a" in by_words.bleu_signature
+    assert by_words["bleu"] < found["bleu"]
+    assert "tok:13a" in by_words["bleu_signature"]
 
 
 def test_exact_match_counts_white_space_once_and_nothing_else() -> None:
@@ -149,14 +149,14 @@ def test_sentence_chrf_is_sacrebleus_and_ranks_the_worst() -> None:
 
 def test_tokenised_output_is_pointed_out_once() -> None:
     tokenised = translations.translation(["a b c ."] * 100, ["a b c."] * 100)
-    assert tokenised.note is not None
-    assert "100 outputs end in ' .'" in tokenised.note
-    assert translations.translation(["a b c ."] * 99, ["a b c."] * 99).note is None
+    assert tokenised.get("note") is not None
+    assert "100 outputs end in ' .'" in tokenised.get("note")
+    assert translations.translation(["a b c ."] * 99, ["a b c."] * 99)["note"] is None
 
 
 def test_empty_outputs_score_zero() -> None:
     found = translations.translation(["", ""], ["a b", "c"])
-    assert (found.bleu, found.chrf, found.exact) == (0, 0, 0)
+    assert (found["bleu"], found["chrf"], found["exact"]) == (0, 0, 0)
 
 
 # Classes
@@ -174,8 +174,6 @@ def test_classification_by_hand() -> None:
     assert (good.precision, good.recall, good.f1) == pytest.approx((1, 2 / 3, 4 / 5))
     assert (fair.n_true, fair.n_predicted, fair.label) == (3, 4, "fair")
     assert found.macro_f1 == pytest.approx((3 / 4 + 4 / 7 + 4 / 5) / 3)
-    assert found.to_dict()["confusion"][2] == [0, 1, 2]
-    assert found.to_dict()["classes"][0]["label"] == "bad"
 
 
 def test_a_class_that_never_occurs_is_not_in_the_mean_but_one_never_found_is() -> None:
@@ -279,13 +277,12 @@ def test_language_model_by_hand() -> None:
     assert found.loss == pytest.approx(math.log(8))
     assert found.perplexity == pytest.approx(8)
     assert found.bits_per_character == pytest.approx(2)
-    assert language.language_model(1.0, 2).to_dict() == {"loss": 0.5, "perplexity": math.exp(0.5), "n_tokens": 2}
+    assert language.language_model(1.0, 2) == language.LanguageScores(0.5, math.exp(0.5), 2)
 
 
 def test_a_huge_loss_is_null_in_the_document() -> None:
     huge = language.language_model(5000.0, 1)
     assert huge.perplexity == math.inf
-    assert json.loads(json.dumps(huge.to_dict(), allow_nan=False))["perplexity"] is None
     assert language.perplexity(708.0) == math.exp(708)
     with pytest.raises(ValueError, match="n_tokens=0"):
         language.language_model(1.0, 0)
@@ -487,16 +484,7 @@ def test_draws_are_with_replacement_and_even() -> None:
     np.testing.assert_array_equal(_counts(50, 700, 710, 0), counts[700:710])
 
 
-def test_results_are_frozen_and_become_json() -> None:
+def test_a_comparison_becomes_json() -> None:
     truth, a, b = systems(30)
-    results = [
-        translations.translation(OUTPUT, ENGLISH),
-        classes.classification(a, truth, "abc"),
-        language.language_model(3.0, 2),
-        paired_bootstrap(classes.accuracy_statistics(a, truth), classes.accuracy_statistics(b, truth), samples=20),
-    ]
-    for result in results:
-        document = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-        assert document == result.to_dict()
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            result.n = 1  # type: ignore[union-attr, misc]
+    found = paired_bootstrap(classes.accuracy_statistics(a, truth), classes.accuracy_statistics(b, truth), samples=20)
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False)) == dataclasses.asdict(found)

@@ -192,7 +192,7 @@ def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
 
     def score(engine: Engine) -> Score:
         texts = engine.translate([pair.source for pair in pairs], beam=beam, truncate=True, early_stopping=True)
-        return translation(texts, references, tokenize).bleu, texts
+        return float(translation(texts, references, tokenize)["bleu"]), texts
 
     return FileCheck(f"BLEU ({tokenize})", 1, len(pairs), score)
 

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...text.words import entity_spans, has_entities
-from .statistics import Floats, MetricResult, Statistics, mean_statistics
+from .statistics import Floats, Statistics, mean_statistics
 
 _ROUNDING = 1e-12  # a smaller variance, relative to the mean square, is a rounding error: all values are equal
 MultiHot = NDArray[np.bool_]  # (N, labels): the labels of each example
 
 
 @dataclass(frozen=True)
-class ClassScores(MetricResult):
+class ClassScores:
     """The scores of one class; a ratio without a denominator (the precision of a class never predicted) is 0."""
 
     label: str
@@ -31,7 +31,7 @@ class ClassScores(MetricResult):
 
 
 @dataclass(frozen=True)
-class ClassificationScores(MetricResult):
+class ClassificationScores:
     """The scores of a classifier, from 0 to 1."""
 
     n: int
@@ -95,7 +95,7 @@ def share(part: NDArray[np.number], whole: NDArray[np.number]) -> Floats:
 
 
 @dataclass(frozen=True)
-class MultiLabelScores(MetricResult):
+class MultiLabelScores:
     """The scores of a multi-label classifier, from 0 to 1."""
 
     n: int
@@ -122,22 +122,16 @@ def multi_label_statistics(predicted: MultiHot, truth: MultiHot) -> list[Statist
     return [micro, macro, mean_statistics("exact", (predicted == truth).all(1))]
 
 
-@dataclass(frozen=True)
-class RegressionScores(MetricResult):
-    """The scores of a regression; a correlation is 0 if either side is constant."""
+def regression(predicted: Floats, truth: Floats) -> dict[str, float]:
+    """Pearson's r, Spearman's ρ (ties share their mean rank), and the mean squared error.
 
-    pearson: float
-    spearman: float
-    mse: float
-
-
-def regression(predicted: Floats, truth: Floats) -> RegressionScores:
-    """Pearson's r, Spearman's ρ (ties share their mean rank), and the mean squared error."""
+    A correlation is 0 if either side is constant.
+    """
     pearson, spearman = (
         float(np.asarray(_pearson(_moments(*xy).sum(0))))
         for xy in ((predicted, truth), (_ranks(predicted), _ranks(truth)))
     )
-    return RegressionScores(pearson, spearman, float(((predicted - truth) ** 2).mean()))
+    return {"pearson": pearson, "spearman": spearman, "mse": float(((predicted - truth) ** 2).mean())}
 
 
 def regression_statistics(predicted: Floats, truth: Floats) -> list[Statistics]:
@@ -165,7 +159,7 @@ def _ranks(values: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class TaggingScores(MetricResult):
+class TaggingScores:
     """The scores of a tagger, from 0 to 1."""
 
     accuracy: float  # share of words with the correct tag

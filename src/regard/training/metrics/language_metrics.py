@@ -15,7 +15,7 @@ from ...data.packing import IGNORE
 from ...models import Decoder
 from ...text.tokenizer import Tokenizer
 from ..loss import Batch, token_losses
-from .statistics import MetricResult, Statistics, mean_statistics
+from .statistics import Statistics, mean_statistics
 
 _PASSAGE = 64  # tokens shown and resampled together, because neighbouring tokens are not independent
 _SPAN = 256  # characters resampled together if two models have different tokens
@@ -23,7 +23,7 @@ _Unit = tuple[int, int]  # a document and a span of 256 characters in it (-1: th
 
 
 @dataclass(frozen=True)
-class LanguageScores(MetricResult):
+class LanguageScores:
     """The scores of a language model. Perplexity depends on the tokenizer, bits per character do not."""
 
     loss: float  # mean in nats per token

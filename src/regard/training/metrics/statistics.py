@@ -1,9 +1,9 @@
-"""The common part of metrics: results for JSON, and per-example statistics whose sum gives a corpus score."""
+"""The common part of metrics: per-example statistics whose sum gives a corpus score, and their comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,16 +15,6 @@ from ...foundation.jsonio import to_jsonable
 Floats = NDArray[np.float64]
 References = Sequence[str] | Sequence[Sequence[str]]  # one or several references for each example
 _MAX_DRAWS = 1 << 20  # examples drawn at once, to bound memory
-
-
-@dataclass(frozen=True)
-class MetricResult:
-    """A result that is written as JSON."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values for JSON, without None; numbers that are not finite become null."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: to_jsonable(value) for name, value in values if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +61,7 @@ def reference_lists(references: References) -> list[list[str]]:
 
 
 @dataclass(frozen=True)
-class Comparison(MetricResult):
+class Comparison:
     """System b compared with system a on the same examples."""
 
     metric: str
@@ -86,6 +76,9 @@ class Comparison(MetricResult):
     samples: int
     seed: int
     signature: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_jsonable(self)
 
 
 def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: int = 0) -> Comparison:

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import RegardError
-from .statistics import Floats, MetricResult, References, Statistics, mean_statistics, reference_lists
+from .statistics import Floats, References, Statistics, mean_statistics, reference_lists
 
 Script = Literal["hangul", "han", "kana", "spaced"]
 Unit = Literal["auto", "words", "characters"]
@@ -36,35 +36,25 @@ _MANY_TOKENISED = 100  # the number from which sacreBLEU warns
 _COMET_BATCH = 16
 
 
-@dataclass(frozen=True)
-class TranslationScores(MetricResult):
-    """The scores of translations against references: BLEU and chrF from 0 to 100, exact match from 0 to 1."""
+def translation(hypotheses: Sequence[str], references: References, tokenize: str = "auto") -> dict[str, float | str]:
+    """BLEU and chrF from 0 to 100, exact match from 0 to 1, and a ``note`` if there is a reason to distrust them.
 
-    n: int
-    bleu: float
-    chrf: float
-    exact: float
-    bleu_signature: str
-    chrf_signature: str
-    note: str | None = None  # a reason to distrust the numbers, if there is one
-
-
-def translation(hypotheses: Sequence[str], references: References, tokenize: str = "auto") -> TranslationScores:
-    """BLEU, chrF and exact match. ``tokenize`` is a tokenisation of sacreBLEU, or auto: see ``bleu_tokenizer``."""
+    ``tokenize`` is a tokenisation of sacreBLEU, or auto: see ``bleu_tokenizer``.
+    """
     bleu = bleu_statistics(hypotheses, references, tokenize)
     chrf = chrf_statistics(hypotheses, references)
-    exact = exact_statistics(hypotheses, references)
+    scores: dict[str, float | str] = {
+        "n": len(hypotheses),
+        "bleu": bleu.corpus(),
+        "chrf": chrf.corpus(),
+        "exact": exact_statistics(hypotheses, references).corpus(),
+        "bleu_signature": bleu.signature,
+        "chrf_signature": chrf.signature,
+    }
     n_tokenised = sum(text.endswith(" .") for text in hypotheses)
-    note = f"{n_tokenised} outputs end in ' .': BLEU expects plain text, not tokens joined by spaces"
-    return TranslationScores(
-        n=len(hypotheses),
-        bleu=bleu.corpus(),
-        chrf=chrf.corpus(),
-        exact=exact.corpus(),
-        bleu_signature=bleu.signature,
-        chrf_signature=chrf.signature,
-        note=note if n_tokenised >= _MANY_TOKENISED else None,
-    )
+    if n_tokenised >= _MANY_TOKENISED:
+        scores["note"] = f"{n_tokenised} outputs end in ' .': BLEU expects plain text, not tokens joined by spaces"
+    return scores
 
 
 def main_script(texts: Iterable[str]) -> Script:
@@ -159,7 +149,7 @@ def sacre_statistics(name: str, metric: Any, hypotheses: Sequence[str], referenc
     return Statistics(name, rows, score, signature=str(metric.get_signature()))
 
 
-def captions(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> dict[str, Any]:
+def captions(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> dict[str, float | str]:
     """BLEU without smoothing up to 1- to 4-grams, CIDEr-D and exact match of captions with several references each.
 
     BLEU is from 0 to 100, CIDEr-D from 0 to 10, as printed by its authors' program; papers often show 100 times that.
