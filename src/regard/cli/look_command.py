@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.errors import RegardError, UsageError
-from regard.foundation.language import localise
 
 from . import completion, terminal
 from .options import AsJson, Beam, Device, Dtype, ModelPath, NewTokens, argument, flag, option
@@ -61,6 +60,7 @@ def look(
         return
     terminal.check_inputs(opened, [what or ""])
     from regard.lens import look as look_at
+    from regard.lens.compare import compare as compare_looks
 
     options = without_none(beam=beam, max_new_tokens=max_new_tokens) or None
     own = look_at(opened, what, target, generate=options)
@@ -72,7 +72,8 @@ def look(
         other_target: Any = target
         if target is None and len(own.inputs) == 2:  # both models need the same target, so that rows match
             other_target, options = own.inputs[1][0].tolist(), None
-        _print_comparison(own, look_at(other, what, other_target, generate=options), kind, as_json)
+        other_look = look_at(other, what, other_target, generate=options)
+        terminal.print_result(compare_looks(own, other_look, kind=kind), as_json)
         return
     from regard.lens.render import select_head
 
@@ -186,20 +187,6 @@ def _print_scores(path: str, model: Model, as_json: bool) -> None:
     scores = score(model)
     table = scores.pop("table", None)
     terminal.print_json(scores) if as_json else print(table)
-
-
-def _print_comparison(own: Look, other: Look, kind: str | None, as_json: bool) -> None:
-    from regard.lens.compare import compare
-
-    comparison = compare(own, other, kind=kind)
-    if as_json:
-        terminal.print_json(comparison.to_dict())
-        return
-    print(localise(f"{comparison.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common"))
-    print("layer  " + "  ".join(f"head {h:<2}" for h in range(1, comparison.divergence.shape[1] + 1)))
-    for (one, two), row in zip(comparison.layers, comparison.divergence.tolist(), strict=True):
-        name = str(one + 1) if one == two else f"{one + 1}/{two + 1}"
-        print(f"{name:>5}  " + "  ".join(f"{value:7.4f}" for value in row))
 
 
 def circuit(
