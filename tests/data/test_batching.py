@@ -83,7 +83,7 @@ def test_buckets_waste_little_and_images_are_shuffled() -> None:
     plan = BatchPlan(sizes, 4096)
     batches = [sizes[plan.batch(0, n)] for n in range(plan.count())]
     assert sizes.sum() > 0.92 * sum(int(batch.max(0).sum()) * len(batch) for batch in batches)
-    plan = BatchPlan.by_examples(1000, 64)
+    plan = BatchPlan(np.ones(1000), 64)
     assert plan.count() == 16
     first = np.concatenate([plan.batch(0, n) for n in range(16)])
     assert sorted(first) == list(range(1000))
@@ -97,8 +97,6 @@ def test_long_examples_are_refused_or_left_out_and_named() -> None:
     assert sorted(plan.batch(0, 0)) == [0, 2]
     with pytest.raises(ValueError, match="every example is longer than max_len=2"):
         BatchPlan([3, 50, 4], 40, max_len=2)
-    with pytest.raises(IndexError, match="position=1 is not one of the 1 batches"):
-        plan.batch(0, 1)
     assert BatchPlan([1] * 10, 100, max_examples=4).count() == 3
 
 
@@ -147,10 +145,6 @@ def test_packed_rows_differ_between_epochs_and_repeat_within() -> None:
     several = rows.batch(0, [3, 1])
     assert several.positions.shape == (2, 16)
     assert several.targets[1].tolist() == rows.row(0, 1).targets.tolist()
-    with pytest.raises(IndexError, match="is not one of the"):
-        rows.row(0, len(rows))
-    with pytest.raises(ValueError, match="context=0 must be at least 1"):
-        PackedRows(file, 0)
 
 
 def test_blocks() -> None:
@@ -168,8 +162,6 @@ def test_blocks() -> None:
     assert inputs.reshape(-1).tolist() == list(range(90))
     assert targets[-1, -1] == 90
     assert blocks.sequential(8, 5)[0].shape == (1, 10)
-    with pytest.raises(ValueError, match="context=100 needs more than 100 tokens"):
-        TokenBlocks(np.arange(100), 100)
 
 
 # -------------------------------------------------------------------------------- token files
@@ -179,7 +171,7 @@ def test_blocks() -> None:
 def test_token_files_come_back(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     texts = [[1, 2, vocab_size - 1], [], [7]]
     write_tokens(tmp_path / "x", whole_documents(texts), vocab_size, "key")
-    found = open_tokens(tmp_path / "x", verify=True)
+    found = open_tokens(tmp_path / "x")
     assert isinstance(found.tokens, np.memmap)
     assert found.tokens.dtype == dtype
     assert [found.tokens[a:b].tolist() for a, b in zip(found.starts, found.starts[1:], strict=False)] == texts
@@ -204,9 +196,6 @@ def test_damaged_token_files_are_refused_and_made_again(tmp_path: Path) -> None:
     assert len(made) == 2
     path = next(tmp_path.glob("*.json")).with_suffix("")
     raw = path.with_suffix(".bin").read_bytes()
-    path.with_suffix(".bin").write_bytes(raw[::-1])
-    with pytest.raises(BadData, match="does not match the hash"):
-        open_tokens(path, verify=True)
     path.with_suffix(".bin").write_bytes(raw[:-1])
     with pytest.raises(BadData, match="has 5 bytes, but its header says 3 tokens in 2 documents"):
         open_tokens(path)

@@ -177,8 +177,3 @@ def test_what_separates_is_a_delimiter() -> None:
     assert all(is_delimiter(Label(text)) for text in (".", ",", "…", "“"))
     assert is_delimiter(Label("<eos>", special=True))
     assert not any(is_delimiter(Label(text)) for text in ("a.", "고양이", "3", "+"))
-
-
-def test_a_wrong_size_is_told() -> None:
-    with pytest.raises(ValueError, match="9 queries and 9 keys, the map has 4 and 4"):
-        map_patterns(map_of(torch.full((1, 4, 4), 0.25)), pairs_of(TEXT))

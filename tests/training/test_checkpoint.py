@@ -176,41 +176,19 @@ def test_any_box_is_put_together_from_pieces(tmp_path_factory: pytest.TempPathFa
 # ------------------------------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("state", "told"),
-    [
-        ({"best": {"loss": float("nan")}}, r"state\['best'\]\['loss'\] is nan"),
-        ({"losses": [1.0, float("-inf")]}, r"state\['losses'\]\[1\] is -inf"),
-        ({"by": {3: 1}}, r"state\['by'\] has the key 3 of type int"),
-        ({"x": torch.zeros(1)}, r"state\['x'\] is of type Tensor"),
-    ],
-)
-def test_state_that_would_not_come_back(tmp_path: Path, state: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        Checkpoints(tmp_path / "new", keep=1).write(1, {}, state)
+def test_state_that_json_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        Checkpoints(tmp_path / "new", keep=1).write(1, {}, {"best": {"loss": float("nan")}})
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("tensors", "told"),
-    [
-        ({"weight": torch.zeros(1)}, "named 'weight'"),
-        ({"../x/y": torch.zeros(1)}, "named '../x/y'"),
-        ({"model/x": torch.zeros(1, device="meta")}, "model/x is on the meta device"),
-        ({"model/x": torch.zeros(1, dtype=torch.complex64)}, "model/x is torch.complex64"),
-    ],
-)
-def test_tensors_that_cannot_be_stored(tmp_path: Path, tensors: dict[str, Tensor], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        Checkpoints(tmp_path / "new", keep=1).write(1, tensors, {})
+def test_tensors_that_cannot_be_stored(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model/x is torch\.complex64"):
+        Checkpoints(tmp_path / "new", keep=1).write(1, {"model/x": torch.zeros(1, dtype=torch.complex64)}, {})
     assert not [path for path in tmp_path.rglob("*") if path.name != "new"]
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
-        Checkpoints(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="step=-1"):
-        Checkpoints(tmp_path, keep=1).write(-1, {}, {})
+def test_a_step_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(BadModelFile, match="no checkpoint of step 7; it has none"):
         Checkpoints(tmp_path, keep=1).at(7)
 

@@ -154,9 +154,9 @@ def test_recall_counts_every_caption_of_an_image_and_no_ties() -> None:
     ranks = retrieval_ranks(images, texts, owner)
     assert ranks.texts.tolist() == [0, 2, 1, 0]
     assert ranks.images.tolist() == [0, 1, 1]
-    assert ranks.scores().image_recall_1 == 0.5
+    assert ranks.recalls()["image_recall_1"] == 0.5
     same = retrieval_ranks(np.ones((3, 2)), np.ones((4, 2)), owner)
-    assert same.scores().text_recall_1 == same.scores().image_recall_1 == 0
+    assert same.recalls()["text_recall_1"] == same.recalls()["image_recall_1"] == 0
 
 
 @pytest.mark.parametrize("command", ["translate", "generate", "embed"])

@@ -236,7 +236,7 @@ def test_strided_perplexity_of_one_text(house: House) -> None:
     text = house.file("text.txt").read_text()
     text = text[int(len(text) * 0.7 + 1e-9) :]
     ids = model.processor.tokenizer.encode(text)
-    losses = strided_losses(model, ids, 32, 5)
+    losses = strided_losses(model, np.array(ids), 32, 5)
     wanted = language_model(float(losses.sum(dtype=np.float64)), len(losses), len(text) - 1)
     assert report.metrics["strided_loss"] == pytest.approx(wanted.loss, rel=1e-6)
     assert report.metrics["strided_perplexity"] == pytest.approx(wanted.perplexity, rel=1e-6)
@@ -251,7 +251,7 @@ def test_documents_do_not_see_each_other(house: House) -> None:
     total, count, characters = 0.0, 0, 0
     for document in source.valid:
         ids = [2, *model.processor.tokenizer.encode(document.text), 2]
-        losses = strided_losses(model, ids, 24, 7)
+        losses = strided_losses(model, np.array(ids), 24, 7)
         total, count, characters = total + float(losses.sum()), count + len(losses), characters + len(document.text)
     assert report["valid"].n == len(source.valid)
     assert report.metrics["strided_loss"] == pytest.approx(total / count, rel=1e-5)
@@ -408,7 +408,9 @@ def test_a_tokenizer_made_elsewhere(house: House, tmp_path: Path) -> None:
     report = _ask(tmp_path / "foreign", {"source": str(house.file("text.txt"))}, stride=16)
     ids = inner.encode(house.file("text.txt").read_text()).ids
     assert report.metrics["loss"] == pytest.approx(_blocks(model, ids, 48).mean(), rel=1e-5)
-    assert report.metrics["strided_loss"] == pytest.approx(strided_losses(model, ids, 48, 16).mean(), rel=1e-5)
+    assert report.metrics["strided_loss"] == pytest.approx(
+        strided_losses(model, np.array(ids), 48, 16).mean(), rel=1e-5
+    )
     with pytest.raises(ValueError, match=r"max_len=64, but the positions of .* end at 48"):
         _ask(tmp_path / "foreign", {"source": str(house.file("text.txt")), "max_len": 64})
 

@@ -279,11 +279,11 @@ def test_pearson_and_spearman_are_those_of_the_books() -> None:
     x, y = draw.normal(size=50), draw.normal(size=50)
     y[:10] = y[10:20]  # ties
     found = classification_metrics.regression(x, y)
-    assert found.pearson == pytest.approx(np.corrcoef(x, y)[0, 1])
+    assert found["pearson"] == pytest.approx(np.corrcoef(x, y)[0, 1])
     ranks = [[sum(b < a for b in z) + (sum(b == a for b in z) + 1) / 2 for a in z] for z in (x, y)]
-    assert found.spearman == pytest.approx(np.corrcoef(*ranks)[0, 1])
-    assert found.mse == pytest.approx(((x - y) ** 2).mean())
-    assert classification_metrics.regression(np.ones(3), np.arange(3.0)).pearson == 0
+    assert found["spearman"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert found["mse"] == pytest.approx(((x - y) ** 2).mean())
+    assert classification_metrics.regression(np.ones(3), np.arange(3.0))["pearson"] == 0
 
 
 def test_f1_of_several_labels() -> None:

@@ -56,14 +56,14 @@ def without_mecab(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_translation_scores_are_sacrebleus() -> None:
     found = translations.translation(OUTPUT, ENGLISH)
     bleu, chrf = sacrebleu.BLEU(), sacrebleu.CHRF()
-    assert found.bleu == pytest.approx(bleu.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
-    assert found.chrf == pytest.approx(chrf.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
-    assert found.bleu_signature == str(bleu.get_signature())
-    assert found.chrf_signature == str(chrf.get_signature())
-    assert "tok:13a" in found.bleu_signature
-    assert found.exact == 1 / 5
-    assert found.n == 5
-    assert found.note is None
+    assert found["bleu"] == pytest.approx(bleu.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
+    assert found["chrf"] == pytest.approx(chrf.corpus_score(OUTPUT, [ENGLISH]).score, abs=1e-12)
+    assert found["bleu_signature"] == str(bleu.get_signature())
+    assert found["chrf_signature"] == str(chrf.get_signature())
+    assert "tok:13a" in found["bleu_signature"]
+    assert found["exact"] == 1 / 5
+    assert found["n"] == 5
+    assert "note" not in found
 
 
 def test_references_come_by_example_and_may_differ_in_number() -> None:
@@ -125,11 +125,11 @@ def test_korean_bleu_is_over_characters_and_says_so(monkeypatch: pytest.MonkeyPa
     without_mecab(monkeypatch)
     found = translations.translation(KOREAN_OUTPUT, KOREAN)
     expected = sacrebleu.BLEU(tokenize="char").corpus_score(KOREAN_OUTPUT, [KOREAN]).score
-    assert found.bleu == pytest.approx(expected, abs=1e-12)
-    assert "tok:char" in found.bleu_signature
+    assert found["bleu"] == pytest.approx(expected, abs=1e-12)
+    assert "tok:char" in found["bleu_signature"]
     by_words = translations.translation(KOREAN_OUTPUT, KOREAN, tokenize="13a")
-    assert by_words.bleu < found.bleu
-    assert "tok:13a" in by_words.bleu_signature
+    assert by_words["bleu"] < found["bleu"]
+    assert "tok:13a" in by_words["bleu_signature"]
 
 
 def test_exact_match_counts_white_space_once_and_nothing_else() -> None:
@@ -149,19 +149,14 @@ def test_sentence_chrf_is_sacrebleus_and_ranks_the_worst() -> None:
 
 def test_tokenised_output_is_pointed_out_once() -> None:
     tokenised = translations.translation(["a b c ."] * 100, ["a b c."] * 100)
-    assert tokenised.note is not None
-    assert "100 outputs end in ' .'" in tokenised.note
-    assert translations.translation(["a b c ."] * 99, ["a b c."] * 99).note is None
+    assert tokenised.get("note") is not None
+    assert "100 outputs end in ' .'" in tokenised.get("note")
+    assert "note" not in translations.translation(["a b c ."] * 99, ["a b c."] * 99)
 
 
 def test_empty_outputs_score_zero() -> None:
     found = translations.translation(["", ""], ["a b", "c"])
-    assert (found.bleu, found.chrf, found.exact) == (0, 0, 0)
-
-
-def test_unknown_tokenisation() -> None:
-    with pytest.raises(ValueError, match="tokenize='14a' is not one of auto, "):
-        translations.bleu_statistics(OUTPUT, ENGLISH, "14a")
+    assert (found["bleu"], found["chrf"], found["exact"]) == (0, 0, 0)
 
 
 # Classes
@@ -179,23 +174,20 @@ def test_classification_by_hand() -> None:
     assert (good.precision, good.recall, good.f1) == pytest.approx((1, 2 / 3, 4 / 5))
     assert (fair.n_true, fair.n_predicted, fair.label) == (3, 4, "fair")
     assert found.macro_f1 == pytest.approx((3 / 4 + 4 / 7 + 4 / 5) / 3)
-    assert found.to_dict()["confusion"][2] == [0, 1, 2]
-    assert found.to_dict()["classes"][0]["label"] == "bad"
 
 
 def test_a_class_that_never_occurs_is_not_in_the_mean_but_one_never_found_is() -> None:
-    found = classes.classification([0, 0, 0], [0, 0, 1], 4)
+    found = classes.classification([0, 0, 0], [0, 0, 1], "abcd")
     assert found.macro_f1 == pytest.approx((0.8 + 0.0) / 2)
     assert found.classes[1].precision == found.classes[1].f1 == found.classes[3].f1 == 0
     assert len(found.confusion) == 4
-    assert len(classes.classification([0, 2], [0, 1]).classes) == 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=40))
 @settings(max_examples=50, deadline=None)
 def test_classification_agrees_with_counting(pairs: list[tuple[int, int]]) -> None:
     guess, truth = zip(*pairs, strict=True)
-    found = classes.classification(torch.tensor(guess), np.array(truth), 5)
+    found = classes.classification(torch.tensor(guess), np.array(truth), "abcde")
     f1s = []
     for c in range(5):
         hits = sum(g == t == c for g, t in pairs)
@@ -209,22 +201,6 @@ def test_classification_agrees_with_counting(pairs: list[tuple[int, int]]) -> No
     assert classes.macro_f1_statistics(guess, truth, 5).corpus() == pytest.approx(found.macro_f1)
 
 
-@pytest.mark.parametrize(
-    ("guess", "truth", "labels", "error", "words"),
-    [
-        ([], [], 2, ValueError, "predicted is empty"),
-        ([0, 1], [0], 2, ValueError, "predicted has 2 examples, but truth has 1"),
-        ([0, 2], [0, 1], 2, ValueError, "predicted holds class 2, but classes are 0 to 1"),
-        ([0, 1], [0, -100], None, ValueError, "truth holds class -100, but classes are 0 to 1"),
-        ([0.0, 1.0], [0, 1], 2, TypeError, "predicted must hold class numbers, but holds float64"),
-        ([[0, 1]], [0], 2, ValueError, "predicted has 2 dimensions"),
-    ],
-)
-def test_bad_classes(guess: Any, truth: Any, labels: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        classes.classification(guess, truth, labels)
-
-
 # Captions
 
 
@@ -236,11 +212,11 @@ def test_caption_bleu_by_hand() -> None:
     # 1: a dog runs fast = 4/4, the cat = 2/3;  2: a dog, dog runs = 2/3, the cat = 1/2;  3: a dog runs = 1/2, 0/1
     p1, p2, p3 = 6 / 7, 3 / 5, 1 / 3
     penalty = math.exp(1 - (3 + 5) / 7)  # lengths 4 and 3; closest references 3 (of 3 and 5: the shorter) and 5
-    assert found.bleu_1 == pytest.approx(100 * penalty * p1)
-    assert found.bleu_2 == pytest.approx(100 * penalty * (p1 * p2) ** (1 / 2))
-    assert found.bleu_3 == pytest.approx(100 * penalty * (p1 * p2 * p3) ** (1 / 3))
-    assert found.bleu_4 == 0
-    assert found.signature == "nrefs:2|case:lc|punct:no|tok:words|smooth:none"
+    assert found["bleu_1"] == pytest.approx(100 * penalty * p1)
+    assert found["bleu_2"] == pytest.approx(100 * penalty * (p1 * p2) ** (1 / 2))
+    assert found["bleu_3"] == pytest.approx(100 * penalty * (p1 * p2 * p3) ** (1 / 3))
+    assert found["bleu_4"] == 0
+    assert found["signature"] == "nrefs:2|case:lc|punct:no|tok:words|smooth:none"
 
 
 def test_cider_by_hand() -> None:
@@ -270,50 +246,27 @@ def test_cider_of_four_words_is_ten_and_of_one_image_nothing() -> None:
     full = ["a red cube above one blue ball", "two green cones"]
     found = translations.captions(full, [[text] for text in full])
     assert translations.cider_statistics(full, full).each() == pytest.approx([10.0, 7.5])
-    assert found.cider == pytest.approx(8.75)
-    assert found.exact == 1
-    assert (found.bleu_1, found.bleu_4) == (pytest.approx(100), pytest.approx(100))
-    assert translations.captions(full[:1], [full[:1]]).cider == 0
+    assert found["cider"] == pytest.approx(8.75)
+    assert found["exact"] == 1
+    assert (found["bleu_1"], found["bleu_4"]) == (pytest.approx(100), pytest.approx(100))
+    assert translations.captions(full[:1], [full[:1]])["cider"] == 0
 
 
 def test_korean_captions_go_by_syllables() -> None:
     outputs, references = ["빨간 공이 있다", "파란 상자"], [["빨간 공은 있다."], ["파란 상자 둘"]]
     found = translations.captions(outputs, references)
-    assert "tok:characters" in found.signature
+    assert "tok:characters" in found["signature"]
     # 빨간공이있다 : 빨간공은있다 5/6, 파란상자 4/4 against six and five syllables, the full stop not counted.
-    assert found.bleu_1 == pytest.approx(100 * math.exp(1 - 11 / 10) * 9 / 10)
+    assert found["bleu_1"] == pytest.approx(100 * math.exp(1 - 11 / 10) * 9 / 10)
     by_words = translations.captions(outputs, references, unit="words")
-    assert by_words.bleu_1 == pytest.approx(100 * math.exp(1 - 6 / 5) * 4 / 5)
-    assert "tok:words" in by_words.signature
+    assert by_words["bleu_1"] == pytest.approx(100 * math.exp(1 - 6 / 5) * 4 / 5)
+    assert "tok:words" in by_words["signature"]
 
 
-def test_caption_scores_of_each_are_chrf_to_the_closest_reference() -> None:
+def test_a_caption_is_exact_if_it_is_one_of_its_references() -> None:
     outputs, references = ["a red ball", "blue"], [["one ball", "a red ball"], ["a green cone"]]
     found = translations.captions(outputs, references)
-    assert found.scores[0] == pytest.approx(1.0)
-    assert found.scores[1] < 0.2
-    assert found.exact == 0.5
-    assert "scores" not in found.to_dict()
-    assert found.to_dict()["bleu_1"] == found.bleu_1
-
-
-def test_bad_captions() -> None:
-    with pytest.raises(ValueError, match=r"references\[1\] is empty"):
-        translations.captions(["a", "b"], [["a"], []])
-    with pytest.raises(ValueError, match="order=5 is not one of"):
-        translations.bleu_n_statistics(["a"], [["a"]], 5)
-    with pytest.raises(ValueError, match="unit='letters' is not one of"):
-        translations.captions(["a"], [["a"]], unit="letters")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("score", [translations.translation, translations.captions, translations.sentence_chrf])
-def test_bad_text_lists(score: Any) -> None:
-    with pytest.raises(ValueError, match="hypotheses is empty: there is nothing to score"):
-        score([], [])
-    with pytest.raises(ValueError, match="hypotheses has 1 examples, but references has 2"):
-        score(["a"], ["a", "b"])
-    with pytest.raises(TypeError, match="references is a single text"):
-        score(["a"], "a")
+    assert found["exact"] == 0.5
 
 
 # Language models
@@ -324,16 +277,13 @@ def test_language_model_by_hand() -> None:
     assert found.loss == pytest.approx(math.log(8))
     assert found.perplexity == pytest.approx(8)
     assert found.bits_per_character == pytest.approx(2)
-    assert language.language_model(1.0, 2).to_dict() == {"loss": 0.5, "perplexity": math.exp(0.5), "n_tokens": 2}
+    assert language.language_model(1.0, 2) == language.LanguageScores(0.5, math.exp(0.5), 2)
 
 
-def test_a_huge_loss_is_null_in_the_document_and_nan_is_refused() -> None:
+def test_a_huge_loss_is_null_in_the_document() -> None:
     huge = language.language_model(5000.0, 1)
     assert huge.perplexity == math.inf
-    assert json.loads(json.dumps(huge.to_dict(), allow_nan=False))["perplexity"] is None
     assert language.perplexity(708.0) == math.exp(708)
-    with pytest.raises(ValueError, match="mean loss is not a number"):
-        language.language_model(math.nan, 1)
     with pytest.raises(ValueError, match="n_tokens=0"):
         language.language_model(1.0, 0)
     with pytest.raises(ValueError, match="n_characters=0"):
@@ -383,19 +333,19 @@ def test_strided_losses_are_those_of_a_naive_loop(
 ) -> None:
     stride = min(stride, context)
     decoder.train()
-    found = language.strided_losses(decoder, tokens, context, stride, batch_size=batch_size)
+    found = language.strided_losses(decoder, np.array(tokens), context, stride, batch_size=batch_size)
     assert decoder.training
     expected = naive_losses(decoder, tokens, context, stride)
     np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)
 
 
-def test_strided_perplexity_reads_tensors_arrays_and_memory_maps(decoder: Decoder, tmp_path: Any) -> None:
-    tokens = torch.arange(40) * 7 % 13
+def test_strided_perplexity_reads_arrays_and_memory_maps(decoder: Decoder, tmp_path: Any) -> None:
+    tokens = np.arange(40) * 7 % 13
     stored = np.memmap(tmp_path / "tokens", dtype=np.uint16, mode="w+", shape=(40,))
-    stored[:] = tokens.numpy()
+    stored[:] = tokens
     decoder.eval()
     mean = np.mean(naive_losses(decoder, tokens.tolist(), 8, 3))
-    for given_as in (tokens, tokens.numpy(), tokens.tolist(), stored):
+    for given_as in (tokens, stored):
         losses = language.strided_losses(decoder, given_as, 8, 3)
         found = language.language_model(float(losses.sum()), len(losses), n_characters=78)
         assert found.perplexity == pytest.approx(math.exp(mean), rel=1e-5)
@@ -405,30 +355,16 @@ def test_strided_perplexity_reads_tensors_arrays_and_memory_maps(decoder: Decode
 
 
 def test_logits_in_parts_are_the_same(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = (torch.arange(60) * 5 % 13).tolist()
+    tokens = np.arange(60) * 5 % 13
     whole = language.strided_losses(decoder, tokens, 12, 12)
     monkeypatch.setattr("regard.training.loss._ROWS_AT_ONCE", {"cpu": 7})
     np.testing.assert_allclose(language.strided_losses(decoder, tokens, 12, 12), whole, atol=1e-6)
 
 
 def test_strided_arguments(decoder: Decoder) -> None:
-    with pytest.raises(ValueError, match="stride=5 is not between 1 and context=4"):
-        language.strided_losses(decoder, [1, 2, 3], 4, 5)
-    with pytest.raises(ValueError, match="stride=0 is not between"):
-        language.strided_losses(decoder, [1, 2, 3], 4, 0)
-    with pytest.raises(ValueError, match="tokens has 1 tokens"):
-        language.strided_losses(decoder, [1], 4, 2)
-    with pytest.raises(ValueError, match="tokens hold id 13, but vocab_size=13"):
-        language.strided_losses(decoder, [1, 2, 13], 4, 2)
-    with pytest.raises(ValueError, match="tokens hold id -1, but"):
-        language.strided_losses(decoder, [1, -1, 3], 4, 2)
-    with pytest.raises(ValueError, match=r"tokens have shape \(1, 3\)"):
-        language.strided_losses(decoder, torch.tensor([[1, 2, 3]]), 4, 2)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        language.strided_losses(decoder, [1, 2, 3], 4, 2, batch_size=0)
-    headless = Decoder(decoder.config.with_(head="none"))
-    with pytest.raises(ValueError, match="no language-model head"):
-        language.strided_losses(headless, [1, 2, 3], 4, 2)
+    for stride in (5, 0):
+        with pytest.raises(ValueError, match=f"stride={stride} is not between 1 and context=4"):
+            language.strided_losses(decoder, np.arange(3), 4, stride)
 
 
 # Statistics and the bootstrap
@@ -438,21 +374,6 @@ def test_means_are_weighted() -> None:
     losses = language.loss_statistics([4.0, 9.0, 2.0], [2, 3, 1])
     assert losses.corpus() == 15 / 6
     assert losses.each().tolist() == [2, 3, 2]
-
-
-@pytest.mark.parametrize(
-    ("values", "weights", "words"),
-    [
-        ([1.0, math.nan], None, r"values\[1\] of loss is not a finite number"),
-        ([math.inf], None, r"values\[0\] of loss"),
-        ([1.0, 2.0], [1, 0], r"weights\[1\] of loss is 0"),
-        ([1.0], [1, 1], "values has 1 examples, but weights has 2"),
-        ([], None, "values is empty"),
-    ],
-)
-def test_bad_values(values: Any, weights: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        language.loss_statistics(values, weights)
 
 
 def systems(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -563,29 +484,7 @@ def test_draws_are_with_replacement_and_even() -> None:
     np.testing.assert_array_equal(_counts(50, 700, 710, 0), counts[700:710])
 
 
-def test_systems_scored_differently_are_not_compared() -> None:
-    char, words = (translations.bleu_statistics(OUTPUT, ENGLISH, name) for name in ("char", "13a"))
-    with pytest.raises(ValueError, match=r"scored differently: signature .*tok:char.* and .*tok:13a"):
-        paired_bootstrap(char, words)
-    with pytest.raises(ValueError, match="scored differently: metric 'BLEU' and 'chrF'"):
-        paired_bootstrap(words, translations.chrf_statistics(OUTPUT, ENGLISH))
-    with pytest.raises(ValueError, match="a has 2 examples, but b has 3"):
-        paired_bootstrap(language.loss_statistics([1, 2]), language.loss_statistics([1, 2, 3]))
-    with pytest.raises(ValueError, match="samples=0"):
-        paired_bootstrap(words, words, samples=0)
-
-
-def test_results_are_frozen_and_become_json() -> None:
+def test_a_comparison_becomes_json() -> None:
     truth, a, b = systems(30)
-    results = [
-        translations.translation(OUTPUT, ENGLISH),
-        classes.classification(a, truth, 3),
-        translations.captions(OUTPUT, ENGLISH),
-        language.language_model(3.0, 2),
-        paired_bootstrap(classes.accuracy_statistics(a, truth), classes.accuracy_statistics(b, truth), samples=20),
-    ]
-    for result in results:
-        document = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-        assert document == result.to_dict()
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            result.n = 1  # type: ignore[union-attr, misc]
+    found = paired_bootstrap(classes.accuracy_statistics(a, truth), classes.accuracy_statistics(b, truth), samples=20)
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False)) == dataclasses.asdict(found)

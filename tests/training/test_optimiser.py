@@ -124,16 +124,6 @@ def test_joined_matrices_are_trained_like_separate_ones() -> None:
     torch.testing.assert_close(whole.detach(), torch.cat([part.detach() for part in parts]))
 
 
-def test_muon_says_what_does_not_fit() -> None:
-    weight = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match=r"joined=\(3, 2\) does not divide a parameter of shape \(4, 4\)"):
-        Muon([weight], joined={weight: (3, 2)})
-    with pytest.raises(ValueError, match=r"shape \(4,\)"):
-        Muon([nn.Parameter(torch.zeros(4))])
-    with pytest.raises(ValueError, match="lr=-1"):
-        Muon([weight], -1)
-
-
 GPUS = torch.device("cuda", 0), torch.device("cuda", 1)
 
 

@@ -115,7 +115,6 @@ def predict(
 
 
 def _answer_stdin(answerer: Answerer, as_json: bool) -> None:
-    """Answer each line of stdin as it arrives."""
     from regard.data.record_files import text_records
     from regard.generation import bulk_prediction as bulk
 

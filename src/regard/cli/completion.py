@@ -16,7 +16,6 @@ Offer = str | tuple[str, str]  # a completion, optionally with a short descripti
 
 
 def choices(*names: str) -> Callable[[str], list[str]]:
-    """Completion of a fixed list."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 

@@ -77,7 +77,6 @@ def ablate(
 
 
 def _print_ablations(as_json: bool) -> None:
-    """Print the name of every ablation, what it changes, and its cells."""
     from regard.experiments.ablations import list_ablations
 
     ablations = list_ablations()

@@ -12,7 +12,7 @@ import typer
 
 from regard.errors import UsageError
 
-from . import completion, terminal
+from . import terminal
 from .bulk_answers import answer_to_dict, check_files, join_texts, predict, text_answerer, text_lines
 from .options import (
     AsJson,
@@ -32,6 +32,7 @@ from .options import (
     Stream,
     Truncate,
     argument,
+    engine_option,
     flag,
     option,
 )
@@ -145,7 +146,6 @@ def _print_stream(model: Model, prompt: Any, echo: str, options: dict[str, Any])
 def _prompt_answerer(
     model: Model, options: dict[str, Any], echo: bool, as_inputs: Callable[[list[str]], list[Any]]
 ) -> Answerer:
-    """An answerer that continues prompts."""
     from regard.generation import generate as run
     from regard.generation.bulk_prediction import text_check
     from regard.generation.text_generation import text_tokenizers
@@ -243,12 +243,7 @@ def translate(
     ] = None,
     max_new_tokens: NewTokens = None,
     truncate: Truncate = False,
-    engine: Annotated[
-        str,
-        typer.Option(
-            help=f"Engine that runs the model: {', '.join(_ENGINES)}.", autocompletion=completion.choices(*_ENGINES)
-        ),
-    ] = "torch",
+    engine: Annotated[str, engine_option("Engine that runs the model", *_ENGINES)] = "torch",
     out: Out = None,
     on: On = "local",
     jobs: Jobs = None,

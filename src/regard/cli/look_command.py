@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.errors import RegardError, UsageError
-from regard.foundation.language import localise
 
 from . import completion, terminal
 from .options import AsJson, Beam, Device, Dtype, ModelPath, NewTokens, argument, flag, option
@@ -61,36 +60,38 @@ def look(
         return
     terminal.check_inputs(opened, [what or ""])
     from regard.lens import look as look_at
+    from regard.lens.compare import compare as compare_looks
 
     options = without_none(beam=beam, max_new_tokens=max_new_tokens) or None
-    seen = look_at(opened, what, target, generate=options)
-    kind = kind if kind is not None or "cross" not in seen.kinds else "cross"
+    own = look_at(opened, what, target, generate=options)
+    kind = kind if kind is not None or "cross" not in own.kinds else "cross"
     if compare is not None:
         other = terminal.open_model(compare, device, dtype=dtype)
         if other.config.architecture != opened.config.architecture:
             raise UsageError(f"--compare {compare}: {other.config.architecture}, not {opened.config.architecture}")
         other_target: Any = target
-        if target is None and len(seen.inputs) == 2:  # both models need the same target, so that rows match
-            other_target, options = seen.inputs[1][0].tolist(), None
-        _print_comparison(seen, look_at(other, what, other_target, generate=options), kind, as_json)
+        if target is None and len(own.inputs) == 2:  # both models need the same target, so that rows match
+            other_target, options = own.inputs[1][0].tolist(), None
+        other_look = look_at(other, what, other_target, generate=options)
+        terminal.print_result(compare_looks(own, other_look, kind=kind), as_json)
         return
     from regard.lens.render import select_head
 
     view_options: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
     with terminal.usage_errors("kind"):
-        layer = _index("layer", layer, seen.layers(kind=kind))
-        head = None if head is None else _index("head", head, seen.heads(kind=kind))
+        layer = _index("layer", layer, own.layers(kind=kind))
+        head = None if head is None else _index("head", head, own.heads(kind=kind))
         if out is not None:
-            _write_file(seen, out, layer=layer, head=head, **view_options)
+            _write_file(own, out, layer=layer, head=head, **view_options)
             terminal.progress(f"wrote {out}")
         if experts:
-            _print_routing(seen, layer, kind, as_json)
+            _print_routing(own, layer, kind, as_json)
         elif as_json:
-            terminal.print_json({"model": model, **_to_dict(seen, top or 3, layer, head, view_options)})
+            terminal.print_json({"model": model, **_to_dict(own, top or 3, layer, head, view_options)})
         elif top is not None:
-            print(*select_head(seen, **view_options).view.top(top, layer=layer, head=head), sep="\n")
+            print(*select_head(own, **view_options).view.top(top, layer=layer, head=head), sep="\n")
         elif out is None:
-            seen.print(layer=layer, head=head, **view_options)
+            own.print(layer=layer, head=head, **view_options)
 
 
 def _check_options(
@@ -115,42 +116,41 @@ def _index(name: str, number: int, total: int) -> int:
     return number - 1 if number > 0 else number
 
 
-def _write_file(seen: Look, out: Path, **options: Any) -> None:
+def _write_file(own: Look, out: Path, **options: Any) -> None:
     match out.suffix.lower():
         case ".csv":
-            seen.csv(out, **options)
+            own.csv(out, **options)
         case ".html":
-            seen.html(out, **options)
-        case _ if any(label.box for label in seen.cols(kind=options["kind"])) and seen.image is not None:
+            own.html(out, **options)
+        case _ if any(label.box for label in own.cols(kind=options["kind"])) and own.image is not None:
             del options["specials"]
-            seen.overlay(out, **options)
+            own.overlay(out, **options)
         case _:
-            seen.heatmap(out, **options)
+            own.heatmap(out, **options)
 
 
-def _to_dict(seen: Look, top: int, layer: int, head: int | None, view_options: dict[str, Any]) -> dict[str, Any]:
+def _to_dict(own: Look, top: int, layer: int, head: int | None, view_options: dict[str, Any]) -> dict[str, Any]:
     """The texts and sizes of a look, and the ``top`` tokens that each token attends to, largest weight first."""
     from regard.lens.render import select_head
 
     kinds = {}
-    for kind in seen.kinds:
-        sizes = {"layers": seen.layers(kind=kind), "heads": seen.heads(kind=kind)}
-        kinds[kind] = {**sizes, "rows": len(seen.rows(kind=kind)), "cols": len(seen.cols(kind=kind))}
-    view = select_head(seen, **view_options).view
+    for kind in own.kinds:
+        sizes = {"layers": own.layers(kind=kind), "heads": own.heads(kind=kind)}
+        kinds[kind] = {**sizes, "rows": len(own.rows(kind=kind)), "cols": len(own.cols(kind=kind))}
+    view = select_head(own, **view_options).view
     indices, rows = {id(label): n for n, label in enumerate(view.cols)}, []
     for n, (row, at) in enumerate(view.top(top, layer=layer, head=head)):
         looks_at = [{"index": indices[id(x)], "text": x.text, "weight": weight} for x, weight in at]
         rows.append({"index": n, "text": row.text, "special": row.special, "looks_at": looks_at})
-    chosen = {"kind": view.kind, "layer": seen._layer(view.kind, layer), "head": head}
-    return {"text": seen.text, "target": seen.target_text, "kinds": kinds, **chosen, "rows": rows}
+    chosen = {"kind": view.kind, "layer": own._layer(view.kind, layer), "head": head}
+    return {"text": own.text, "target": own.target_text, "kinds": kinds, **chosen, "rows": rows}
 
 
-def _print_routing(seen: Look, layer: int, kind: str | None, as_json: bool) -> None:
-    """Print the experts of each token in one layer, largest weight first."""
+def _print_routing(own: Look, layer: int, kind: str | None, as_json: bool) -> None:
     kind = "self" if kind == "cross" else kind  # experts come after all attention of a layer
-    routing = seen.routing(layer=layer, kind=kind)
+    routing = own.routing(layer=layer, kind=kind)
     rows: list[dict[str, Any]] = []
-    tokens = zip(seen.rows(kind=kind), routing.experts.tolist(), routing.weights.tolist(), strict=True)
+    tokens = zip(own.rows(kind=kind), routing.experts.tolist(), routing.weights.tolist(), strict=True)
     for label, chosen, weights in tokens:
         pairs = zip(chosen, weights, strict=True)
         rows.append({"text": label.text, "experts": [{"expert": e, "weight": weight} for e, weight in pairs]})
@@ -187,21 +187,6 @@ def _print_scores(path: str, model: Model, as_json: bool) -> None:
     scores = score(model)
     table = scores.pop("table", None)
     terminal.print_json(scores) if as_json else print(table)
-
-
-def _print_comparison(seen: Look, other: Look, kind: str | None, as_json: bool) -> None:
-    """Compare two models on the same text, head by head."""
-    from regard.lens.compare import compare
-
-    comparison = compare(seen, other, kind=kind)
-    if as_json:
-        terminal.print_json(comparison.to_dict())
-        return
-    print(localise(f"{comparison.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common"))
-    print("layer  " + "  ".join(f"head {h:<2}" for h in range(1, comparison.divergence.shape[1] + 1)))
-    for (one, two), row in zip(comparison.layers, comparison.divergence.tolist(), strict=True):
-        name = str(one + 1) if one == two else f"{one + 1}/{two + 1}"
-        print(f"{name:>5}  " + "  ".join(f"{value:7.4f}" for value in row))
 
 
 def circuit(

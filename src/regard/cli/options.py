@@ -32,6 +32,11 @@ def flag(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
+def engine_option(help: str, *names: str) -> Any:
+    """The option --engine with the engines that a command can use."""
+    return typer.Option(help=f"{help}: {', '.join(names)}.", autocompletion=completion.choices(*names))
+
+
 AsJson = Annotated[bool, flag("--json", "Print one JSON document instead of the text.")]
 Words = Annotated[
     list[str] | None,
@@ -60,10 +65,7 @@ Dtype = Annotated[
         "TYPE", f"Type of the weights: {', '.join(DTYPES)}; default: as stored.", complete=completion.choices(*DTYPES)
     ),
 ]
-ModelEngine = Annotated[
-    str,
-    typer.Option(help="Engine that runs the model: torch, onnx.", autocompletion=completion.choices("torch", "onnx")),
-]
+ModelEngine = Annotated[str, engine_option("Engine that runs the model", "torch", "onnx")]
 Beam = Annotated[int | None, option("K", "Beam width; 1 is greedy.", least=1)]
 LengthPenalty = Annotated[float | None, option("A", "Length penalty: α in log P / length^α.")]
 NewTokens = Annotated[int | None, option("N", "Maximum number of new tokens.", least=1)]

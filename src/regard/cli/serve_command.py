@@ -11,7 +11,7 @@ import typer
 from regard.errors import UsageError
 
 from . import completion, terminal
-from .options import PORT, Device, On, argument, flag, option
+from .options import PORT, Device, On, argument, engine_option, flag, option
 
 if TYPE_CHECKING:
     from regard.serving.serve_config import ServeConfig
@@ -43,13 +43,7 @@ TlsCert = Annotated[Path | None, option("FILE", "Serve HTTPS with this certifica
 TlsKey = Annotated[Path | None, option("FILE", "The certificate's private key.")]
 AccessLog = Annotated[str | None, option("FILE", "Log each request as a line of JSON, without texts; - is stdout.")]
 LogTexts = Annotated[bool, flag("--log-texts", "Log requests and responses with their texts.")]
-ServingEngine = Annotated[
-    str,
-    typer.Option(
-        help="Engine that runs the models of the API: torch, onnx, ctranslate2.",
-        autocompletion=completion.choices("torch", "onnx", "ctranslate2"),
-    ),
-]
+ServingEngine = Annotated[str, engine_option("Engine that runs the models of the API", "torch", "onnx", "ctranslate2")]
 Drain = Annotated[
     int, typer.Option(min=0, metavar="S", help="Time for running requests to finish after Ctrl-C or SIGTERM.")
 ]

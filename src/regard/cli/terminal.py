@@ -193,7 +193,6 @@ def read_records(
 
 
 def stdin_lines() -> Iterator[str]:
-    """Yield each line of stdin as it arrives."""
     for number, raw in enumerate(sys.stdin.buffer, start=1):
         yield decode_text(raw, f"line {number} of the input").removesuffix("\n").removesuffix("\r")
 
@@ -215,13 +214,11 @@ def read_prompt(prompt: str | None, file: Path | None, column: str | None, encod
 
 
 def _refuse_column(column: str | None) -> None:
-    """Refuse --column without a table."""
     if column is not None:
         raise UsageError(f"--column {column} needs a table: name it with --file F")
 
 
 def _refuse_file(file: Path | None) -> None:
-    """Refuse --file in addition to text."""
     if file is not None:
         raise UsageError(f"--file {file} and text are both given: one of them is enough")
 

@@ -39,8 +39,6 @@ class BatchPlan:
     ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.batch_tokens, self.seed = batch_tokens, seed
-        if self.lengths.ndim not in (1, 2) or len(self.lengths) == 0:
-            raise ValueError(f"lengths has shape {self.lengths.shape}, but (n,) or (n, sides) with n ≥ 1 is needed")
         check_positive(batch_tokens=batch_tokens, max_examples=max_examples, max_len=max_len)
         longest = self.lengths if self.lengths.ndim == 1 else self.lengths.max(axis=1)
         self._included = np.flatnonzero(longest <= (max_len or np.iinfo(np.int64).max))
@@ -60,13 +58,7 @@ class BatchPlan:
                 cuts.append(index)
         self._cuts = np.asarray([*cuts, len(sizes)], dtype=np.int64)
 
-    @classmethod
-    def by_examples(cls, n: int, batch_size: int, *, seed: int = 0) -> BatchPlan:
-        """Batches of ``batch_size`` examples of equal size, such as images."""
-        return cls(np.ones(n), batch_size, seed=seed)
-
     def count(self) -> int:
-        """The number of batches per epoch."""
         return len(self._cuts) - 1
 
     def at(self, number: int) -> tuple[int, int]:
@@ -74,9 +66,6 @@ class BatchPlan:
         return divmod(number, self.count())
 
     def batch(self, epoch: int, position: int) -> NDArray[np.int64]:
-        """Indices of the examples of a batch."""
-        if not 0 <= position < self.count():
-            raise IndexError(f"position={position} is not one of the {self.count()} batches of an epoch")
         examples, batches = _epoch_order(self, epoch)
         number = batches[position]
         return examples[self._cuts[number] : self._cuts[number + 1]]

@@ -185,7 +185,6 @@ def describe(
 
 
 def _texts(examples: Sequence[Example]) -> dict[str, list[str]]:
-    """All texts of the examples, by side."""
     texts: dict[str, list[str]] = {}
     for example in examples:
         for side, own in texts_by_side(example).items():

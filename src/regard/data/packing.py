@@ -13,7 +13,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..foundation.checks import check_positive
 from .hashing import integers, permutation, stable_key
 from .token_files import TokenFile
 
@@ -44,16 +43,10 @@ class PackedRows:
     pad_id: int = 0
     shuffle: bool = True
 
-    def __post_init__(self) -> None:
-        check_positive(context=self.context)
-
     def __len__(self) -> int:
         return -(-len(self.file.tokens) // self.context)
 
     def row(self, epoch: int, index: int) -> PackedRow:
-        """Row ``index`` of an epoch."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"index={index} is not one of the {len(self)} rows of an epoch")
         documents, ends = _document_layout(self, epoch if self.shuffle else 0)
         width = self.context
         tokens, targets = np.full(width, self.pad_id, np.int64), np.full(width, IGNORE, np.int64)
@@ -94,16 +87,10 @@ def _document_layout(rows: PackedRows, epoch: int) -> tuple[NDArray[np.int64], N
 
 @dataclass(frozen=True, eq=False)
 class TokenBlocks:
-    """Blocks of ``context`` tokens cut from one long row, across document boundaries."""
+    """Blocks of ``context`` tokens cut from one longer row, across document boundaries."""
 
     tokens: NDArray[np.integer]
     context: int
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) <= self.context:
-            raise ValueError(
-                f"context={self.context} needs more than {len(self.tokens)} tokens: the last one is only a target"
-            )
 
     def random(self, seed: int, step: int, batch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(tokens, targets), both (batch, context), at random positions that depend only on (seed, step)."""

@@ -61,7 +61,6 @@ class TokenFile:
 
 
 def whole_documents(documents: Iterable[Sequence[int]]) -> Pieces:
-    """Each document as a single piece."""
     return ((ids, True) for ids in documents)
 
 
@@ -89,11 +88,10 @@ def _block(ids: list[int], vocab_size: int) -> NDArray[Any]:
 
 def write_tokens(path: Path, pieces: Pieces, vocab_size: int, key: str = "") -> TokenFile:
     """Write documents as they arrive. A concurrent reader sees the old files or the new ones, never a mixture."""
-    starts, digest = array("q", [0]), hashlib.sha256()
+    starts = array("q", [0])
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(_with_suffix(path, ".bin")) as file:
         for block in _blocks(pieces, vocab_size, starts):
-            digest.update(block.tobytes())
             file.write(block.tobytes())
         _with_suffix(path, ".json").unlink(missing_ok=True)  # it must never describe the new ids
     write_atomic(_with_suffix(path, ".starts.bin"), np.asarray(starts, dtype="<i8").tobytes())
@@ -103,13 +101,13 @@ def write_tokens(path: Path, pieces: Pieces, vocab_size: int, key: str = "") -> 
         "tokens": starts[-1],
         "documents": len(starts) - 1,
     }
-    header |= {"vocab_size": vocab_size, "key": key, "sha256": digest.hexdigest()}
+    header |= {"vocab_size": vocab_size, "key": key}
     write_atomic(_with_suffix(path, ".json"), json.dumps(header, indent=1).encode())
     return open_tokens(path)
 
 
-def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
-    """Map the files that ``write_tokens`` wrote; ``verify`` also reads all ids and checks their hash."""
+def open_tokens(path: Path) -> TokenFile:
+    """Map the files that ``write_tokens`` wrote."""
     try:
         header = json.loads(_with_suffix(path, ".json").read_bytes())
         if header["format"] != _FORMAT or header["dtype"] not in ("uint16", "uint32"):
@@ -125,8 +123,6 @@ def open_tokens(path: Path, *, verify: bool = False) -> TokenFile:
     if size != n * dtype.itemsize or len(starts) != n_documents + 1 or starts[-1] != n or np.any(np.diff(starts) < 0):
         raise BadData(f"{path}.bin has {size:,} bytes, but its header says {n:,} tokens in {n_documents:,} documents")
     tokens: NDArray[Any] = np.memmap(_with_suffix(path, ".bin"), dtype=dtype, mode="r") if n else np.zeros(0, dtype)
-    if verify and hashlib.sha256(tokens.tobytes()).hexdigest() != header["sha256"]:
-        raise BadData(f"{path}.bin does not match the hash in its header")
     return TokenFile(tokens, starts, str(header.get("key", "")))
 
 

@@ -47,7 +47,6 @@ class GenerateBench:
     cases: list[GenerationSpeed]
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, as JSON-compatible values."""
         return {**asdict(self), "torch": torch.__version__}
 
     def to_text(self) -> str:

@@ -60,7 +60,6 @@ class TrainBench:
     cases: list[TrainingSpeed]
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, as JSON-compatible values."""
         return {**asdict(self), "torch": torch.__version__}
 
     def to_text(self) -> str:
@@ -295,12 +294,8 @@ def torch_step(config: ModelConfig, precision: Precision, compile: bool) -> Step
     return plain_step(plain(config), precision, compile)
 
 
-def transformers_step(config: ModelConfig, precision: Precision, compile: bool) -> Step:
-    return plain_step(HuggingFaceLoss(config), precision, compile)
-
-
 STEPS: dict[Contender, Callable[[ModelConfig, Precision, bool], Step]] = {
     "regard": regard_step,
     "torch": torch_step,
-    "transformers": transformers_step,
+    "transformers": lambda config, precision, compile: plain_step(HuggingFaceLoss(config), precision, compile),
 }

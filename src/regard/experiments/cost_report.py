@@ -334,7 +334,6 @@ def _style(panel: Any, title: str, grid: str) -> None:
 
 
 def _write_instead(panel: Any, text: str) -> None:
-    """Replace a panel's contents by a text."""
     panel.text(0.5, 0.5, text, ha="center", color=SOFT, transform=panel.transAxes)
     panel.set_axis_off()
 

@@ -146,7 +146,6 @@ class ExtrapolationReport(SweepReport):
 
     @property
     def length(self) -> int:
-        """The training length."""
         return self.sweep.config(self.base.cell).data.max_len
 
     def refusal(self, row: CellSummary, metric: str) -> str | None:

@@ -145,7 +145,6 @@ class SweepReport:
         }
 
     def csv(self) -> str:
-        """One line per cell."""
         measured = [part for name in self.metrics for part in (name, f"{name}_se", f"{name}_p")]
         lines: list[list[Any]] = [["cell", "group", *self.columns, *measured, *_FACTS, "seeds", "diverged"]]
         for row in self.rows:
@@ -159,7 +158,6 @@ class SweepReport:
         return _format_csv(lines)
 
     def runs_csv(self) -> str:
-        """One line per run."""
         runs = [(row.cell.name, seed, x) for row in self.rows for seed, x in row.runs.items() if x is not None]
         names = sorted({name for _, _, x in runs for name, value in x["metrics"].items() if isinstance(value, float)})
         facts = ("train_loss", "reached", *_FACTS)
@@ -170,7 +168,6 @@ class SweepReport:
         return _format_csv(lines)
 
     def _lines(self) -> list[list[str]]:
-        """The header and the rows as strings."""
         head = ["", "", *(_SYMBOLS.get(name, name.rpartition(".")[2]) for name in self.columns)]
         head += [TITLES.get(name, name) for name in self.metrics] + ["params", "time"]
         lines, group = [head], ""

@@ -171,7 +171,6 @@ def certificate_text(document: Mapping[str, Any]) -> str:
 
 
 def _without_bounds(document: Mapping[str, Any]) -> list[str]:
-    """The names of the comparisons without any bound."""
     rows = document["comparisons"]
     return [row["name"] for row in rows if "skipped" not in row and set(row["bounds"].values()) == {None}]
 

@@ -103,7 +103,6 @@ def vocabulary(tokenizer: Any, size: int) -> list[str]:
 
 
 def vocabularies(config: ModelConfig, processor: Processor | None) -> tuple[list[str], list[str]]:
-    """The source and target vocabularies."""
     processor = processor or Processor()
     shared = vocabulary(processor.tokenizer_of("source"), config.vocab_size)
     if config.target_vocab_size is None:

@@ -66,7 +66,7 @@ class Observer:
 
     def __init__(self, model: Model, stack: str) -> None:
         self.model, self.stack = model, stack
-        self.seen: dict[str, Tensor] = {}
+        self.activations: dict[str, Tensor] = {}
         sites = model.sites()
         self.sites = {name: site for name, site in sites.items() if self._is_shown(name) and not site.is_derived}
         self.kinds = [kind for kind in attention_sites(model) if (kind == "encoder") == (stack == "encoder")]
@@ -93,7 +93,7 @@ class Observer:
 
     def edit(self, inputs: dict[str, Tensor]) -> SiteEdit:
         """The edit that applies these switches in one forward pass."""
-        self.seen = {}
+        self.activations = {}
         outputs = {site: partial(self._collect, name) for name, site in self.sites.items()}
         calls = {}
         for n, (kind, layer, site) in enumerate(self.attentions):
@@ -106,7 +106,7 @@ class Observer:
         return SiteEdit(self.model, outputs, calls)
 
     def _collect(self, name: str, call: AttentionCall | None, x: Tensor) -> Tensor:
-        self.seen[name] = x
+        self.activations[name] = x
         return x
 
     def _gate(self, name: str, gates: Tensor, call: AttentionCall | None, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Observer:
     def layer_states(self) -> Tensor:
         """The input of the first layer and the output of every layer, before the last norm: (layers + 1, B, T, M)."""
         names = [self.stack, *(f"{self.stack}.blocks.{layer}.output" for layer in range(self.n_layers))]
-        return torch.stack([self.seen[name] for name in names])
+        return torch.stack([self.activations[name] for name in names])
 
     def last_norm(self, states: Tensor) -> Tensor:
         norm = getattr(self.model, self.stack).norm
@@ -133,7 +133,7 @@ class Observer:
         self, tokens: Tensor | None, positions: Tensor | None, embeddings: Any, table: Any
     ) -> dict[str, Tensor]:
         """The collected activations, and the vectors whose sum is the embedding of a text."""
-        out = dict(self.seen)
+        out = dict(self.activations)
         if tokens is not None and isinstance(embeddings, Embeddings):
             out[f"{self.stack}.token"] = table(tokens)
             if embeddings.segment is not None:

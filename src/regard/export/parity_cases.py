@@ -79,7 +79,6 @@ def largest_sizes(cases: list[ParityCase]) -> dict[str, int]:
 
 
 def task_name(config: ModelConfig) -> str:
-    """The name of the model's task."""
     if config.architecture == "decoder":
         return "language model"
     if config.architecture == "encoder":
@@ -193,7 +192,7 @@ def _file_check(model: TorchEngine, path: Path, beam: int) -> FileCheck:
 
     def score(engine: Engine) -> Score:
         texts = engine.translate([pair.source for pair in pairs], beam=beam, truncate=True, early_stopping=True)
-        return translation(texts, references, tokenize).bleu, texts
+        return float(translation(texts, references, tokenize)["bleu"]), texts
 
     return FileCheck(f"BLEU ({tokenize})", 1, len(pairs), score)
 

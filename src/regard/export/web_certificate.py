@@ -173,7 +173,6 @@ def _same_probes(model: Model, answers: list[dict[str, Any]]) -> list[bool]:
 
 
 def _inputs(model: Model, n: int, seed: int) -> Sequence[Any]:
-    """Held-out inputs of the model's run, or random inputs."""
     from ..web.run_examples import held_out_inputs
 
     path = None if model.provenance is None else model.provenance.path

@@ -91,7 +91,6 @@ def export_web(model: Model, folder: Path, *, int8: bool = False, runtime: str |
 
 
 def _check_inputs(model: Model) -> None:
-    """Raise RegardError if a page cannot read the model's inputs."""
     processor = model.processor or Processor()
     if model.config.source == "image" and processor.image is None:
         raise RegardError("a page reads images, and this model has no image processor")

@@ -57,7 +57,6 @@ class Circuit:
         return {name: getattr(self, name) for name in ("faithfulness", "completeness", "minimality")}
 
     def to_text(self) -> str:
-        """A summary line, then each edge with its score."""
         lines = [
             f"{display_name(edge.writer):>9} → {display_name(edge.reader):<10} {score:+.3f}"
             for edge, score in self.edges.items()

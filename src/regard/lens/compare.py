@@ -38,9 +38,17 @@ class LookComparison:
     largest: Tensor  # the largest absolute difference of two weights
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
         numbers = {"divergence": self.divergence.tolist(), "largest": self.largest.tolist()}
         return {"kind": self.kind, "layers": [list(pair) for pair in self.layers], **numbers}
+
+    def to_text(self) -> str:
+        """The divergences, a line for each pair of layers."""
+        lines = [f"{self.kind} attention: Jensen–Shannon divergence in bits, 0 the same, 1 nothing in common"]
+        lines.append("layer  " + "  ".join(f"head {h:<2}" for h in range(1, self.divergence.shape[1] + 1)))
+        for (one, two), row in zip(self.layers, self.divergence.tolist(), strict=True):
+            name = str(one + 1) if one == two else f"{one + 1}/{two + 1}"
+            lines.append(f"{name:>5}  " + "  ".join(f"{value:7.4f}" for value in row))
+        return "\n".join(lines)
 
 
 def compare(

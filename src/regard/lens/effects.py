@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ..foundation.checks import check_positive
 from ..generation import classify
-from ..generation.generate import inference
 from ..generation.text_generation import class_names
 from ..models import Model
-from .capture import Head, stacks
-from .interventions import patch
+from .activations import PassInputs, capture_inputs
+from .capture import stacks
 from .look import Look, Next, look, token_logits
 
 Intervention = AbstractContextManager[Any]
@@ -48,7 +47,6 @@ class Effect:
         return self.after.loss - self.before.loss
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary for JSON."""
         outcomes = {
             name: asdict(outcome) | {"next": [token._asdict() for token in outcome.next]}
             for name, outcome in (("before", self.before), ("after", self.after))
@@ -138,6 +136,7 @@ class LayerPrediction:
     entropy: float  # of the distribution over all tokens or classes, in nats
 
 
+@torch.no_grad()
 def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPrediction]:
     """The final norm and head applied after each layer (nostalgebraist 2020).
 
@@ -156,11 +155,11 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
     name = "decoder" if "decoder" in by_name else "encoder"
     stack, index = by_name[name], look._position(position)
     text_of = (lambda n: class_names(model)[n]) if classifier is not None else look.token_text
+    sites = [name, *(f"{name}.blocks.{layer}.output" for layer in range(stack.n_layers))]
+    record = capture_inputs(model, PassInputs(look.inputs, {}, [1], [1]), sites=sites, keep_calls=False)
     predictions: list[LayerPrediction] = []
-
-    def predict(x: Tensor) -> Tensor:
-        """Called with the stack's input, then with each layer's output."""
-        states = x if model.config.head == "classify" else x[:, index : index + 1]
+    for layer, site in enumerate(sites, start=-1):
+        states = record[site] if model.config.head == "classify" else record[site][:, index : index + 1]
         states = states if stack.norm is None else stack.norm(states)
         logits = head(states, model.output_table) if classifier is None else classifier(states)
         logits = logits.flatten(0, -2)[0].float().cpu()
@@ -170,15 +169,6 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
             whole = torch.cat((probabilities, 1 - probabilities))
         best = probabilities.topk(min(k, len(probabilities)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        entropy = float(torch.special.entr(whole).sum())
         tokens = [Next(n, text_of(n), probability) for n, probability in pairs]
-        predictions.append(LayerPrediction(len(predictions) - 1, tokens, entropy))
-        return x
-
-    sites: dict[str | Head, Any] = dict.fromkeys(
-        [name, *(f"{name}.blocks.{layer}" for layer in range(stack.n_layers))], predict
-    )
-    with torch.no_grad(), inference(model), patch(model, sites):
-        run: Any = model.hidden
-        run(*look.inputs)
+        predictions.append(LayerPrediction(layer, tokens, float(torch.special.entr(whole).sum())))
     return predictions

@@ -77,7 +77,6 @@ class HeadRoles:
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[Any, ...]]:
-        """For each head its name, its roles and its scores."""
         return [
             (
                 f"L{layer + 1}H{head + 1}",
@@ -129,10 +128,10 @@ def head_roles(model: Model, what: Sequence[Any] | None = None) -> HeadRoles:
     return HeadRoles(scores)
 
 
-def _weight_on_first(seen: Look, patterns: HeadPatterns) -> Tensor:
+def _weight_on_first(each: Look, patterns: HeadPatterns) -> Tensor:
     """The mean weight on the first token, (L, H), without that of its own query, which can only attend to itself."""
-    n = seen.inputs[0].shape[1]
-    own = torch.stack([seen.map(layer=layer).tile(0, 0)[0, :, 0, 0].float().cpu() for layer in range(seen.layers())])
+    n = each.inputs[0].shape[1]
+    own = torch.stack([each.map(layer=layer).tile(0, 0)[0, :, 0, 0].float().cpu() for layer in range(each.layers())])
     return (patterns.first * n - own) / max(n - 1, 1)
 
 

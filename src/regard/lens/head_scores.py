@@ -256,21 +256,19 @@ class PointingSums:
         return PointingSums(self.hits + other.hits, self.mass + other.mass, by_chance, words)
 
 
-def pointing(model: Model, n: int = DEFAULT_N, split: str = "valid", language: str | None = None) -> dict[str, Any]:
+def pointing(model: Model, n: int = DEFAULT_N) -> dict[str, Any]:
     """The pointing game (Zhang et al. 2016) over n images of ``shapes``.
 
     For the words that name an object: how often a head's heaviest patch overlaps the object's box, and the share of its
     attention on such patches. Words that relate two objects ("left of") name neither and are left out.
-
-    language  "en" or "ko"; None: the one whose captions the model's tokenizer can encode
     """
     from ..data.corpora.shapes import Shapes
 
     check_positive(n=n)
     sums = _ExampleSums()
-    corpus = Shapes(_caption_language(model) if language is None else language, model.config.image_size)  # type: ignore[arg-type]  # caption() checks it
+    corpus = Shapes(_caption_language(model), model.config.image_size)
     for index in range(n):
-        example = corpus.example(split, index)
+        example = corpus.example("valid", index)
         example_look = _look_if_short(model, example.pillow(), example.caption)
         if example_look is None:
             continue
@@ -289,7 +287,7 @@ def pointing(model: Model, n: int = DEFAULT_N, split: str = "valid", language: s
     total = sums.total(ROW_CHOICES[0])
     chance = {"chance": total.by_chance / max(total.words, 1), "words": total.words}
     scores = hits | {"mass": {name: mass[name] for name in (*ROW_CHOICES, "mean")}} | chance
-    return sums.result(f"shapes {split}", "pointing accuracy", n, scores)
+    return sums.result("shapes valid", "pointing accuracy", n, scores)
 
 
 def _pointing_sums(
@@ -317,14 +315,15 @@ def _pointing_sums(
     return PointingSums(torch.stack(hits), torch.stack(mass), by_chance, len(named_words))
 
 
-def _caption_language(model: Model) -> str:
+def _caption_language(model: Model) -> Literal["en", "ko"]:
     """The language whose captions the model's tokenizer encodes without loss."""
     from ..data.corpora.shapes import Shapes
 
     tokenizer = tokenizers(model)[1]
     if tokenizer is None:
         raise ValueError("this model has no tokenizer, so it cannot read a caption")
-    for language in ("en", "ko"):
+    languages: tuple[Literal["en", "ko"], ...] = ("en", "ko")
+    for language in languages:
         text = Shapes(language).example("valid", 0).caption
         if tokenizer.decode(tokenizer.encode(text)).strip() == text:
             return language

@@ -221,7 +221,6 @@ def watch(model: Model, places: Iterable[str]) -> Iterator[dict[str, Tensor]]:
 
 
 def _call_edit(model: Model, kinds: Iterable[str], layers: Iterable[int] | None, change: CallChange) -> SiteEdit:
-    """An edit that changes the attention calls of some kinds and layers."""
     if layers is None:
         sites = attention_sites(model)
         selected = [site for kind in kinds for site in sites.get(kind, [])]

@@ -151,6 +151,5 @@ def _pick_labels(labels: list[Label], pick: Pick, name: str) -> list[Label]:
 
 
 def _token_owners(labels: Sequence[Label]) -> tuple[list[int], Tensor]:
-    """The tokens of some labels, and for each token the index of its label."""
     tokens = [token for label in labels for token in range(*label.span)]
     return tokens, torch.tensor([n for n, label in enumerate(labels) for _ in range(*label.span)])

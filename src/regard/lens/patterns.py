@@ -68,7 +68,7 @@ class HeadPatterns:
         return "diagonal" if self.kind == "cross" and best == "current" else NAMES[best]
 
     def to_dict(self) -> dict[str, Any]:
-        """A dictionary for JSON: scores as nested lists [layer][head], None for NaN."""
+        """Scores as nested lists [layer][head], with None for NaN."""
         scores = {name: nan_to_none(x.tolist()) for name, x in self.scores.items()}
         n_layers, n_heads = self.entropy.shape
         labels = [[self.label(layer, head) for head in range(n_heads)] for layer in range(n_layers)]
@@ -171,10 +171,7 @@ class Pairs:
 
 def map_patterns(attention: AttentionMap, pairs: Pairs) -> dict[str, Tensor]:
     """The scores (H,) of one map's heads, by the names of ``HeadPatterns``, averaged over the batch."""
-    n_batch, n_heads, n_queries, n_keys = attention.shape
-    if (n_queries, n_keys) != (pairs.n_queries, pairs.n_keys):
-        sizes = f"{pairs.n_queries} queries and {pairs.n_keys} keys, the map has {n_queries} and {n_keys}"
-        raise ValueError(f"the pairs are of {sizes}")
+    n_batch, n_heads = attention.shape[:2]
     sums = torch.zeros(len(pairs.names), n_heads, dtype=torch.float64)
     entropy = torch.zeros(n_heads, dtype=torch.float64)
     eligible = torch.stack([pairs.has_key(name) for name in pairs.names])

@@ -312,8 +312,6 @@ def add_lora(
     """
     check_positive(lora=rank)
     adapted_layers = _find_layers(model, targets)
-    if unknown := sorted(set(keep) - {name for name, _ in model.named_parameters()}):
-        raise ValueError(f"keep names {unknown[0]!r}, which is not a parameter of the model")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in keep)
     replaced: dict[nn.Linear, LoraLinear] = {}

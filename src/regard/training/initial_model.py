@@ -70,12 +70,11 @@ def _with_head_for(path: str, task: str, initial: ModelConfig, recipe: ModelConf
         can = f"it can be trained for {', '.join(fitting)}" if fitting else "no task trains such a model"
         raise UsageError(f"train.init={path} has {has}, but the task {task!r} trains {trained} models; {can}")
     head: Any = heads[0]
+    defaults = {name: ModelConfig.model_fields[name].default for name in (*_HEAD_FIELDS, "pooler", "pooling")}
     if task == "embed":  # the pooler of a BERT is part of another head
-        fields = {name: ModelConfig.model_fields[name].default for name in (*_HEAD_FIELDS, "pooler", "pooling")}
-        return initial.with_(**fields, head=head)
+        return initial.with_(**defaults, head=head)
     if head == initial.head:
         return initial
-    defaults = {name: ModelConfig.model_fields[name].default for name in (*_HEAD_FIELDS, "pooler", "pooling")}
     if head != "classify":
         fields = defaults | {name: getattr(recipe, name) for name in ("head_bias", "head_transform")}
         return initial.with_(**fields | {"logit_scale": initial.logit_scale}, head=head)

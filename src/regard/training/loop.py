@@ -158,7 +158,7 @@ class Loop:
     callbacks: Sequence[Callable[[StepRecord], None]] = ()
     metrics: dict[str, Any] = field(default_factory=dict)  # from the last evaluation
     at: Position = field(default_factory=Position)
-    saved: int | None = None  # step of the last checkpoint written or read
+    saved_step: int | None = None  # step of the last checkpoint written or read
     # Step of a checkpoint that was written only because the run was stopped; the next one replaces it.
     stopgap: int | None = None
     unread: UnreadStep | None = None  # the last step, until it is known to be finite
@@ -303,7 +303,8 @@ class Loop:
         )
 
     def _last_checkpoint(self) -> str:
-        return "there is no checkpoint" if self.saved is None else f"the last checkpoint is that of step {self.saved}"
+        step = self.saved_step
+        return "there is no checkpoint" if step is None else f"the last checkpoint is that of step {step}"
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.at.step % every == 0
@@ -375,7 +376,7 @@ class Loop:
             return self.objective(batch.to(self.group.device))
 
     def _save_and_stop(self, exit_code: int) -> None:
-        if self.saved != self.at.step:
+        if self.saved_step != self.at.step:
             self.stopgap = self.at.step
         self._save()
         message = f"stopped at step {self.at.step}; progress is saved, --resume continues from there"
@@ -383,7 +384,7 @@ class Loop:
 
     def _save(self) -> None:
         at = self.at
-        if self.saved == at.step and not at.micro:
+        if self.saved_step == at.step and not at.micro:
             return
         self._check_finite()
         tensors, state = self._tensors(), self._state()
@@ -400,7 +401,7 @@ class Loop:
                 self.checkpoints.remove(self.stopgap)
                 self.stopgap = None
             self.checkpoints.prune(at.best_step)
-        self.saved = at.step
+        self.saved_step = at.step
         self.reporter.report_checkpoint(at.step, path)
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -439,7 +440,7 @@ class Loop:
         self.checkpoints.prune(self.at.best_step)  # the run may have ended between writing this one and pruning
 
     def _restore_state(self, state: dict[str, Any], step: int) -> None:
-        self.at, self.saved = Position(**state["at"]), step
+        self.at, self.saved_step = Position(**state["at"]), step
         self.at.check()
         if self.at.step != step:
             raise ValueError(f"it is at step {self.at.step}, not at {step}")

@@ -18,7 +18,6 @@ from ..attention import MultiHeadAttention
 from ..attention.biases import Bias
 from ..attention.mechanisms import Additive
 from ..config import TrainConfig
-from ..foundation.checks import check_not_negative, check_positive, check_probability
 from ..layers import FeedForward, VisionEmbeddings
 from ..models.block import Block
 from ..models.experts import ExpertLinear
@@ -116,30 +115,15 @@ class Muon(torch.optim.Optimizer):
         steps: int = 5,
         joined: Mapping[Tensor, tuple[int, ...]] | None = None,
     ) -> None:
-        check_not_negative(lr=lr, weight_decay=weight_decay)
-        check_probability(momentum=momentum)
-        check_positive(steps=steps)
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "steps": steps}
         super().__init__(params, defaults)
         self._row_sizes = {} if joined is None else dict(joined)
-        for param in (param for group in self.param_groups for param in group["params"]):
-            rows = self._rows(param)
-            if param.dim() != 2 or sum(rows) != param.shape[0]:
-                raise ValueError(f"joined={rows} does not divide a parameter of shape {tuple(param.shape)}")
-
-    def _rows(self, param: Tensor) -> tuple[int, ...]:
-        return self._row_sizes.get(param, (param.shape[0],))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch declares overloads
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self) -> None:  # type: ignore[override]  # a run has no closure
         for group in self.param_groups:
             if params := [param for param in group["params"] if param.grad is not None]:
                 self._step(params, group)
-        return loss
 
     def _step(self, params: list[Tensor], group: dict[str, Any]) -> None:
         lr, momentum = group["lr"], group["momentum"]
@@ -156,7 +140,7 @@ class Muon(torch.optim.Optimizer):
         updates = [update.full_tensor() if is_dtensor(update) else update for update in updates]
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-        rows = [self._rows(param) for param in params]
+        rows = [self._row_sizes.get(param, (len(param),)) for param in params]
         pieces = [piece for update, sizes in zip(updates, rows, strict=True) for piece in update.split(sizes)]
         directions = iter(orthogonal(pieces, group["steps"]))
         unsharded: list[tuple[Tensor, Tensor]] = []

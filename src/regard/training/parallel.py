@@ -113,8 +113,6 @@ def parallelise(objective: nn.Module, kind: Parallel, group: Group, dtype: torch
     weights of the main one. ``dtype`` is that of autocast, if any: FSDP then communicates the weights of layers in it,
     which halves the traffic. Stored weights, gradient sums, embeddings and heads keep their dtype.
     """
-    if kind not in ("ddp", "fsdp"):
-        raise ValueError(f"parallel={kind!r} is unknown; choose 'ddp' or 'fsdp'")
     if not group.is_distributed:
         return objective
     if kind == "ddp":

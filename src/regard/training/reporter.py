@@ -65,7 +65,6 @@ class Pace:
             self._paused += self._clock() - paused_at
 
     def tick(self, tokens: int) -> None:
-        """Count a step of ``tokens`` tokens."""
         now = self.training()
         self._last = Mark(now, self._last.steps + 1, self._last.tokens + tokens)
         # About 400 marks per window are enough; fast steps do not need one each.

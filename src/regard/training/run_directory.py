@@ -54,8 +54,8 @@ from .parallel import Group
 RUN_FILE = "run.json"
 IN_MEMORY = "memory"  # data.source of examples passed in memory
 _LABELS = "labels.json"
-CHOICE_FILE, STARTED_FILE, _FACTS_FILE = "choice.json", "started.json", "provenance.json"
-_IN_MANIFEST = (RUN_FILE, _FACTS_FILE, CHOICE_FILE, STARTED_FILE, _LABELS, *PROCESSOR_FILES)
+CHOICE_FILE, STARTED_FILE, FACTS_FILE = "choice.json", "started.json", "provenance.json"
+_IN_MANIFEST = (RUN_FILE, FACTS_FILE, CHOICE_FILE, STARTED_FILE, _LABELS, *PROCESSOR_FILES)
 # Names of the temporary files of ``write_atomic``.
 _HALF_WRITTEN = re.compile(r"\..+\.(json|jsonl|png|bin|spm|txt|model|jinja)\.[a-z0-9_]{8}")
 _MAX_READS = 10  # attempts to read a run while it is being trained
@@ -77,7 +77,7 @@ class RunDirectory:
         for path in root.iterdir():
             path.unlink()
         # Written first: it marks the directory as ours if the process is killed before run.json exists.
-        write_atomic(root / _FACTS_FILE, to_json({**facts, "folder": os.path.abspath(root)}))
+        write_atomic(root / FACTS_FILE, to_json({**facts, "folder": os.path.abspath(root)}))
         for name, content in processor.files(config.model).items():
             write_atomic(root / name, content)
         if processor.labels is not None:
@@ -94,10 +94,6 @@ class RunDirectory:
     def write(self, config: RunConfig) -> None:
         """Write run.json. ``create`` does so last: a directory without it is not a run yet."""
         self.replace_files({RUN_FILE: to_json(config.model_dump(mode="json"))})
-
-    def write_facts(self, facts: dict[str, Any]) -> None:
-        """Replace provenance.json."""
-        self.replace_files({_FACTS_FILE: to_json(facts)})
 
     def replace_files(self, files: Mapping[str, bytes | None]) -> None:
         """Write or, for None, remove files that the manifest lists.
@@ -168,7 +164,7 @@ class RunDirectory:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The content of provenance.json."""
-        return read_json(self.root / _FACTS_FILE)
+        return read_json(self.root / FACTS_FILE)
 
     @cached_property
     def processor(self) -> Processor:
@@ -277,10 +273,10 @@ class RunDirectory:
 
     def _training_record(self, step: int, weights: str) -> dict[str, Any] | None:
         """The training record of a shipped model; ``metrics`` are those of the step, if it was evaluated."""
-        if not self.has(_FACTS_FILE):
+        if not self.has(FACTS_FILE):
             return None
         facts, path, metrics = self.facts, self.root / "metrics.jsonl", {}
-        with wrong_values_as_bad_file(self.root / _FACTS_FILE):
+        with wrong_values_as_bad_file(self.root / FACTS_FILE):
             data = {name: facts["data"][name] for name in ("source", "sha256")}
         for line in path.read_bytes().splitlines() if path.exists() else []:
             record = read_line(line)
@@ -292,7 +288,7 @@ class RunDirectory:
             **{"metrics": metrics, "command": facts["command"], "versions": facts["versions"], "git": facts["git"]},
         }
         if not is_training_record(record):
-            raise BadModelFile(f"{self.root / _FACTS_FILE} does not hold the provenance of a run")
+            raise BadModelFile(f"{self.root / FACTS_FILE} does not hold the provenance of a run")
         return record
 
     def save_adapter(self, merged: Model) -> None:
@@ -317,7 +313,7 @@ class RunDirectory:
 def _is_unfinished(root: Path) -> bool:
     """Whether a directory holds only files of a ``RunDirectory.create`` that was interrupted."""
     names = {path.name for path in root.iterdir() if not _HALF_WRITTEN.fullmatch(path.name)}
-    return not names or (_FACTS_FILE in names and RUN_FILE not in names and names <= {*_IN_MANIFEST, MANIFEST})
+    return not names or (FACTS_FILE in names and RUN_FILE not in names and names <= {*_IN_MANIFEST, MANIFEST})
 
 
 def _paths(data: DataConfig) -> dict[str, list[str]]:

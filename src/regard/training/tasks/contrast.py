@@ -75,7 +75,7 @@ class ContrastTask(CaptionTask):
                 cast(Sequence[ImageExample], examples), ranks.best_text, ranks.images, strict=True
             )
         ]
-        return dict(ranks.scores().to_dict()), rows
+        return dict(ranks.recalls()), rows
 
     def _ranks(self, model: TwoTower, examples: Sequence[Example], texts: list[tuple[int, str]]) -> Ranks:
         rows, _ = truncate(self.tokenizer.encode_all(text for _, text in texts), self._max_target_len)

@@ -195,9 +195,9 @@ class LanguageModel(TextTask):
 
     def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
         """Each passage with the tokens before it and the most likely token at each of its positions."""
-        decode, scored, starts = self.tokenizer.decode, text_losses.scored, text_losses.starts
+        decode, is_scored, starts = self.tokenizer.decode, text_losses.is_scored, text_losses.starts
         for passage in text_losses.passages():
-            if (targets := scored[passage]).any():
+            if (targets := is_scored[passage]).any():
                 loss = float(text_losses.losses[passage][targets].mean())
                 document_start = int(starts[np.searchsorted(starts, passage.start, side="right") - 1])
                 before = decode(text_losses.tokens[max(document_start, passage.start - _SHOWN_BEFORE) : passage.start])
@@ -272,15 +272,15 @@ class MaskedLanguageModel(TextTask):
 
     def _text_metrics(self, text_losses: TextLosses) -> dict[str, Any]:
         hits = text_losses.predictions == text_losses.tokens
-        return {"accuracy": float(hits[text_losses.scored].mean())}
+        return {"accuracy": float(hits[text_losses.is_scored].mean())}
 
     def _passage_results(self, text_losses: TextLosses, inputs: NDArray[np.int64]) -> Iterator[ExampleResult]:
         """Each row with its masks, in the original, and as the model filled it in."""
-        scored, decode, tokens = text_losses.scored, self.tokenizer.decode, text_losses.tokens
-        completed = np.where(scored, text_losses.predictions, tokens)
+        is_scored, decode, tokens = text_losses.is_scored, self.tokenizer.decode, text_losses.tokens
+        completed = np.where(is_scored, text_losses.predictions, tokens)
         for start in range(0, len(tokens), self.context):
             row = slice(start, min(start + self.context, len(tokens)))
-            if (targets := scored[row]).any():
+            if (targets := is_scored[row]).any():
                 loss = float(text_losses.losses[row][targets].mean())
                 masked = "".join(self.tokenizer.span_texts(inputs[row].tolist()))
                 yield ExampleResult(masked, decode(tokens[row]), decode(completed[row]), math.exp(-loss), loss)

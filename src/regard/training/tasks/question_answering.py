@@ -17,8 +17,8 @@ from ...generation.generate import generate
 from ...models import Model
 from ...text.processor import Processor
 from ..loss import Batch
-from ..metrics.retrieval_metrics import answer_exactness, answer_f1, exactness_statistics
-from ..metrics.statistics import Statistics
+from ..metrics.retrieval_metrics import answer_exactness, answer_f1
+from ..metrics.statistics import Statistics, mean_statistics
 from .task import MAX_TOKENIZER_TEXTS, AnswerResults, ExampleResult, SkippedExamples
 from .translation import Translate, encode_with_end
 
@@ -121,7 +121,6 @@ class AnswerQuestions(Translate):
         return {"n": len(rows), "exact": float(exact.mean()), "f1": float(overlap.mean())}, rows
 
     def _write(self, model: Model, examples: Iterable[Example], **decoding: Any) -> list[str]:
-        """The answers that the model generates."""
         sources = [truncate(rows, self.config.data.max_len)[0] for rows in self._encode_sources(list(examples))]
         config = GenerateConfig(max_new_tokens=max(1, self._max_target_len - 1), **decoding)
         outputs = [""] * len(sources)
@@ -132,4 +131,4 @@ class AnswerQuestions(Translate):
         return outputs
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        return [exactness_statistics(outputs, references)]
+        return [mean_statistics("exact", answer_exactness(outputs, references))]

@@ -17,6 +17,7 @@ from ...data.batching import BatchPlan, group_by_length, truncate
 from ...data.examples import Example, Label, Tagged
 from ...data.packing import IGNORE
 from ...errors import UsageError
+from ...foundation.jsonio import to_jsonable
 from ...models import Model
 from ...text.processor import Processor
 from ..loss import Batch
@@ -144,7 +145,7 @@ class Tag(ClassificationTask):
             rows=results,
             n_tokens=n_tokens,
             seconds=seconds,
-            details={"classes": metrics.to_dict()["classes"]},
+            details={"classes": to_jsonable(metrics.classes)},
             losses=(sums, np.maximum(counts, 1)),
         )
 

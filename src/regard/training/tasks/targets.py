@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...data.examples import Label, label_text
+from ...foundation.jsonio import to_jsonable
 from ..loss import label_losses
 from ..metrics import classification_metrics
 from ..metrics.statistics import Statistics
@@ -89,14 +90,13 @@ class OneClass(Target):
         predicted, probabilities = logits.argmax(-1).tolist(), logits.softmax(-1)
         results = classification_metrics.classification(predicted, cast(Sequence[int], labels), self.labels)
         scores = [float(probabilities[i, cast(int, label)]) for i, label in enumerate(labels)]
-        document = results.to_dict()
-        details = {name: document[name] for name in ("classes", "confusion")}
+        details = {name: to_jsonable(getattr(results, name)) for name in ("classes", "confusion")}
         metrics = {"accuracy": results.accuracy, "f1": results.macro_f1}
         return Answers([self.labels[each] for each in predicted], scores, metrics, details)
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
         predicted, true = ([self.labels.index(label) for label in each] for each in (outputs, references))
-        macro_f1 = classification_metrics.macro_f1_statistics(predicted, true, self.labels)
+        macro_f1 = classification_metrics.macro_f1_statistics(predicted, true, len(self.labels))
         return [classification_metrics.accuracy_statistics(predicted, true), macro_f1]
 
     def balanced_weights(self, labels: Sequence[Label]) -> Tensor:
@@ -130,7 +130,7 @@ class ManyLabels(Target):
         outputs = [self.text(tuple(row.nonzero()[:, 0].tolist())) for row in predicted]
         results = classification_metrics.multi_label(predicted.numpy(), truth.numpy() > 0, self.labels)
         metrics = {"f1": results.macro_f1, "micro_f1": results.micro_f1, "exact": results.exact}
-        return Answers(outputs, scores, metrics, {"classes": results.to_dict()["classes"]})
+        return Answers(outputs, scores, metrics, {"classes": to_jsonable(results.classes)})
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:
         return classification_metrics.multi_label_statistics(
@@ -172,7 +172,7 @@ class Number(Target):
     def measure(self, logits: Tensor, labels: Sequence[Label]) -> Answers:
         """The score of an answer is minus its distance from the truth."""
         values, truth = logits[:, 0].double().numpy(), np.asarray(labels, dtype=np.float64)
-        metrics = classification_metrics.regression(values, truth).to_dict()
+        metrics = classification_metrics.regression(values, truth)
         return Answers([self.text(x) for x in values.tolist()], (-abs(values - truth)).tolist(), metrics, {})
 
     def statistics(self, outputs: Sequence[str], references: Sequence[str]) -> list[Statistics]:

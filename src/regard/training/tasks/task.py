@@ -441,7 +441,8 @@ class Task(ABC):
         return rows if train.batch_size is None else min(rows, train.batch_size)
 
     def _plan_by_rows(self, n_rows: int, tokens_per_row: int) -> BatchPlan:
-        return BatchPlan.by_examples(n_rows, self._rows_per_batch(tokens_per_row), seed=self.config.train.seed)
+        """Batches of rows of equal length."""
+        return BatchPlan(np.ones(n_rows), self._rows_per_batch(tokens_per_row), seed=self.config.train.seed)
 
     def _pad(self, rows: Sequence[Sequence[int]], pad_id: int, max_width: int) -> tuple[Tensor, Tensor]:
         """Tokens and a padding mask (B, T), with T rounded up to a multiple for fewer distinct shapes, but not beyond

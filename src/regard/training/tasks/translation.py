@@ -68,8 +68,6 @@ class Translate(Task):
 
     @cached_property
     def _train(self) -> tuple[TokenFile, TokenFile]:
-        """The tokens of the sources and of the targets."""
-
         def side(name: str, tokenizer: Tokenizer, first: list[int]) -> TokenFile:
             def pieces() -> Pieces:
                 texts = (getattr(x, name) for x in self._tracked_train(f"{name}s"))
@@ -160,7 +158,7 @@ class Translate(Task):
         references = [x.target for x in pairs]
         each = zip(pairs, outputs, metrics.sentence_chrf(outputs, references), strict=True)
         rows = [ExampleResult(x.source, x.target, output, score / 100) for x, output, score in each]
-        return dict(metrics.translation(outputs, references).to_dict()), rows
+        return metrics.translation(outputs, references), rows
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
         measures = (metrics.bleu_statistics, metrics.chrf_statistics, metrics.exact_statistics)
