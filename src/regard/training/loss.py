@@ -14,6 +14,7 @@ from ..config.data_config import ProblemType
 from ..data.packing import IGNORE
 from ..foundation.autograd import first_derivative_only
 from ..foundation.device import HAS_TRITON, TRITON_INTERPRETED
+from ..generation.cached_engine import check_logits
 from ..models import Model
 from ..models.components import TokenHead
 from ..models.experts import take_router_losses
@@ -468,7 +469,10 @@ def r_drop_loss(model: Model, batch: Batch, smoothing: float = 0.0, *, weight: f
 
 @torch.no_grad()
 def token_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """-log p of each target (n,) and the most likely token at its position (n,), in the order of the batch."""
+    """-log p of each target (n,) and the most likely token at its position (n,), in the order of the batch.
+
+    BadOutput if one is NaN: the callers mark tokens without a target by NaN.
+    """
     head, is_target = cast(TokenHead, model.head), batch.targets != IGNORE
     states, weight = _states_and_weight(model, batch)
     losses, predictions = [], []
@@ -477,7 +481,7 @@ def token_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = head.cap_logits(F.linear(x, weight, head.bias).float())
         losses.append(F.cross_entropy(logits, y, reduction="none"))
         predictions.append(logits.argmax(-1))
-    return torch.cat(losses), torch.cat(predictions)
+    return check_logits(torch.cat(losses), "losses"), torch.cat(predictions)
 
 
 def _states_and_weight(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
