@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+from ..generation.stop_conditions import WholeCharacters
 from .choices import TextChoice, Writing
 from .request_bodies import ChatBody, CompletionBody, OpenAIBody
 
@@ -22,6 +23,7 @@ class OpenAIDocument:
         self.extras: dict[int, dict[str, Any]] = {}  # additional fields of each choice, by its index
         self._n_logged: dict[int, int] = {}  # number of tokens of each choice whose log P was sent
         self._n_letters: dict[int, int] = {}  # number of characters in those tokens
+        self._characters: dict[int, WholeCharacters] = {}  # what decodes them
 
     @property
     def lists_prompt(self) -> bool:
@@ -111,7 +113,10 @@ class CompletionDocument(OpenAIDocument):
         tokens = (choice.tokens + choice.end_token if echo else choice.tokens)[start:]
         log_probs, texts = choice.log_probs[start : start + len(tokens)], [self.spell(token)[0] for token in tokens]
         n_before = self._n_letters.get(choice.index, len(self._echo(choice)))
-        offsets = list(accumulate(map(len, texts), initial=n_before))
+        if choice.index not in self._characters:
+            self._characters[choice.index] = WholeCharacters(self.model.decode_for(choice.reading.inputs))
+        letters = map(self._characters[choice.index].push, tokens)
+        offsets = list(accumulate(map(len, letters), initial=n_before))
         if echo and choice.index not in self._n_letters:
             spans = self.model.codec.target.token_spans(prompt)
             offsets = [span.start for span in spans for _ in range(span.first, span.last)] + offsets
