@@ -276,6 +276,23 @@ def test_log_probs_name_bytes_choices_and_places_as_openai_does(api: ServedApi, 
     assert offsets == echoed["logprobs"]["text_offset"]
 
 
+def test_bytes_that_are_no_character_are_replaced_as_in_generate() -> None:
+    """A decoder for bytes replaces a whole run of them if one is wrong, so it matters which tokens it is given."""
+    letters = ["<pad>", "<s>", "</s>", "a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = hf.Tokenizer(hf.models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    model = made(
+        "gpt2", Processor(source=Tokenizer(backend.to_str().encode(), "tokenizer.json")), vocab_size=len(letters)
+    )
+    bias = {letters.index("<0x3F>"): 99.0, letters.index("<0xC4>"): 99.0}
+    body: dict[str, Any] = {"model": "bytes", "prompt": "a", "max_tokens": 30, "logit_bias": bias, "logprobs": 0}
+    with serving_api({"bytes": model}) as api:
+        for seed in range(4):
+            text = ask(api, "completions", **body, seed=seed)["choices"][0]["text"]
+            wanted = regard.generate(model, "a", max_new_tokens=30, temperature=1.0, seed=seed, logit_bias=bias)
+            assert text == wanted[0]
+
+
 def test_log_probs_name_the_place_of_each_new_token(api: ServedApi) -> None:
     """Also after tokens that are parts of a character."""
     pattern = {"type": "regex", "pattern": "(고양이|😀| cat|된){9}"}

@@ -138,7 +138,14 @@ class Writing:
         return [choice.text for choice in group]
 
     async def finish(self) -> list[TextChoice]:
-        """Run the requests to their end and return all choices."""
+        """Run the requests to their end and return all choices.
+
+        A text without stop strings is decoded as a whole: if bytes of it are no character, what they are replaced by
+        depends on the pieces in which it arrived.
+        """
         async for _ in self.follow():
             pass
+        for request, group in zip(self.requests, self._groups, strict=True):
+            for choice in group if request.strings is None else ():
+                choice.text = self.model.decode_for(request.reading.inputs)(choice.tokens)
         return self.choices
