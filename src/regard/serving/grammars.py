@@ -91,8 +91,6 @@ class GrammarConstraint:
         n_tokens = logits.shape[-1]
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:n_tokens].bool()
-        if len(allowed) < n_tokens:
-            allowed = torch.cat([allowed, allowed.new_zeros(n_tokens - len(allowed))])
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> None:

@@ -77,12 +77,13 @@ class OpenAIDocument:
 class CompletionDocument(OpenAIDocument):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    body: CompletionBody
 
     def entry(self, choice: TextChoice) -> dict[str, Any]:
         return self.delta(choice, self._echo(choice) + choice.text, 0)
 
     def delta(self, choice: TextChoice, piece: str, start: int) -> dict[str, Any]:
-        logs = self._log_probs(choice, start) if self._logs else None
+        logs = None if self.body.logprobs is None else self._log_probs(choice, start)
         return {"index": choice.index, "text": piece, "logprobs": logs, "finish_reason": choice.finish_reason}
 
     def beginning(self) -> list[dict[str, Any]]:
@@ -93,13 +94,7 @@ class CompletionDocument(OpenAIDocument):
             for choice in choices
         ]
 
-    @property
-    def _logs(self) -> bool:
-        assert isinstance(self.body, CompletionBody)
-        return self.body.logprobs is not None
-
     def _echo(self, choice: TextChoice) -> str:
-        assert isinstance(self.body, CompletionBody)
         return self.model.codec.decode(choice.reading.row) if self.body.echo else ""
 
     def _log_probs(self, choice: TextChoice, start: int) -> dict[str, Any]:
@@ -108,7 +103,6 @@ class CompletionDocument(OpenAIDocument):
         As with OpenAI, the chosen token is always among the likeliest, so there may be one more of them than requested.
         With ``echo`` the prompt's tokens come first, and an end token last: clients count on one entry for each token.
         """
-        assert isinstance(self.body, CompletionBody)
         echo, prompt = self.body.echo, choice.reading.row
         tokens = (choice.tokens + choice.end_token if echo else choice.tokens)[start:]
         log_probs, texts = choice.log_probs[start : start + len(tokens)], [self.spell(token)[0] for token in tokens]
@@ -134,6 +128,7 @@ class CompletionDocument(OpenAIDocument):
 
 class ChatDocument(OpenAIDocument):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    body: ChatBody
 
     def entry(self, choice: TextChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -158,7 +153,6 @@ class ChatDocument(OpenAIDocument):
         }
 
     def _log_probs(self, choice: TextChoice, start: int) -> dict[str, Any] | None:
-        assert isinstance(self.body, ChatBody)
         if not self.body.logprobs:
             return None
 
