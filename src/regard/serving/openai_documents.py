@@ -5,10 +5,8 @@ https://platform.openai.com/docs/api-reference
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
-from ..generation.stop_conditions import WholeCharacters
 from .choices import TextChoice, Writing
 from .request_bodies import ChatBody, CompletionBody, OpenAIBody
 
@@ -22,8 +20,6 @@ class OpenAIDocument:
         self.model, self.body, self.writing = writing.model, body, writing
         self.extras: dict[int, dict[str, Any]] = {}  # additional fields of each choice, by its index
         self._n_logged: dict[int, int] = {}  # number of tokens of each choice whose log P was sent
-        self._n_letters: dict[int, int] = {}  # number of characters in those tokens
-        self._characters: dict[int, WholeCharacters] = {}  # what decodes them
 
     @property
     def lists_prompt(self) -> bool:
@@ -54,7 +50,8 @@ class OpenAIDocument:
         return self.frame() | {"choices": [self.delta(choice, piece, start)]}
 
     def attention_chunk(self, choice: TextChoice) -> dict[str, Any]:
-        return self.frame() | {"choices": [self.delta(choice, "", choice.n_written) | self.extras[choice.index]]}
+        start = max(1, choice.n_written)  # at 0 there is the prompt, which has been sent
+        return self.frame() | {"choices": [self.delta(choice, "", start) | self.extras[choice.index]]}
 
     def entry(self, choice: TextChoice) -> dict[str, Any]:
         raise NotImplementedError
@@ -106,16 +103,12 @@ class CompletionDocument(OpenAIDocument):
         echo, prompt = self.body.echo, choice.reading.row
         tokens = (choice.tokens + choice.end_token if echo else choice.tokens)[start:]
         log_probs, texts = choice.log_probs[start : start + len(tokens)], [self.spell(token)[0] for token in tokens]
-        n_before = self._n_letters.get(choice.index, len(self._echo(choice)))
-        if choice.index not in self._characters:
-            self._characters[choice.index] = WholeCharacters(self.model.decode_for(choice.reading.inputs))
-        letters = map(self._characters[choice.index].push, tokens)
-        offsets = list(accumulate(map(len, letters), initial=n_before))
-        if echo and choice.index not in self._n_letters:
+        n_before = len(self._echo(choice))
+        offsets = [n_before + offset for offset in choice.offsets[start : start + len(tokens)]]
+        if echo and start == 0:
             spans = self.model.codec.target.token_spans(prompt)
             offsets = [span.start for span in spans for _ in range(span.first, span.last)] + offsets
             texts, log_probs = [self.spell(token)[0] for token in prompt] + texts, choice.reading.log_probs + log_probs
-        self._n_letters[choice.index] = offsets.pop()
         tops = [{self.spell(token)[0]: value for token, value in each.top} for each in log_probs]
         rows = zip(texts, log_probs, tops, strict=True)
         return {
