@@ -9,6 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -244,6 +249,28 @@ def test_a_capture_without_cuda_is_the_function() -> None:
     count = torch.zeros(1)
     step = CapturedStep(lambda: count.add_(1), torch.device("cpu"))
     assert [float(step() or 0) for _ in range(3)] == [1, 2, 3]  # not warmed up
+
+
+def test_models_with_threads_of_their_own_are_captured_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch captures on one stream, and synchronises the device before: neither while another thread captures."""
+    capturing, both_run = threading.Lock(), threading.Barrier(2)
+
+    @contextmanager
+    def capture(*_: Any, **__: Any) -> Iterator[None]:
+        assert capturing.acquire(blocking=False), "the stream is capturing already"
+        time.sleep(0.1)
+        yield
+        capturing.release()
+
+    cuda = mock.MagicMock(graph=capture, synchronize=lambda: capturing.locked() and pytest.fail("while capturing"))
+    monkeypatch.setattr(torch, "cuda", cuda)
+
+    def begin(_: int) -> None:
+        both_run.wait()
+        CapturedStep(lambda: None, torch.device("cuda"))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(begin, range(2)))
 
 
 # ---- the texts

@@ -202,6 +202,15 @@ class Pet(BaseModel):
     age: Annotated[int, Field(ge=0, le=99)]
 
 
+def test_an_argument_of_none_is_the_default(api: ServedApi) -> None:
+    """The client sends null for it, also where the default is not null, and for arguments that are not supported."""
+    asked: Any = {"max_tokens": 4, "temperature": 0, "n": None, "stream": None, "logprobs": None}
+    text: Any = {"model": "speaker", "prompt": TEXT, "echo": None, "suffix": None}
+    chat: Any = {"model": "chatty", "messages": MESSAGES, "tools": None, "tool_choice": None}
+    assert api.client.completions.create(**text, **asked).choices[0].finish_reason == "length"
+    assert api.client.chat.completions.create(**chat, **asked).choices[0].finish_reason == "length"
+
+
 def test_a_class_to_parse_into(api: ServedApi) -> None:
     answer = api.client.chat.completions.parse(
         model="chatty", messages=MESSAGES, max_tokens=200, seed=2, response_format=Pet

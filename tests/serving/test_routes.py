@@ -14,15 +14,19 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import tokenizers as hf
 import torch
+from tokenizers import decoders, pre_tokenizers
 
 import regard
-from generation.spoken import classifier, image_classifier, language_model
+from generation.spoken import classifier, image_classifier, language_model, made
 from regard.generation.label_answers import label_answerer
 from regard.models import Model
 from regard.serving import api_models, create_api
 from regard.serving.choices import TextChoice
 from regard.serving.openai_documents import CompletionDocument
+from regard.text.processor import Processor
+from regard.text.tokenizer import Tokenizer
 from regard.web.requests import Limits
 from web.served import picture
 
@@ -270,6 +274,60 @@ def test_log_probs_name_bytes_choices_and_places_as_openai_does(api: ServedApi, 
     chunks = [json.loads(line[6:])["choices"][0]["logprobs"] for line in lines.split("\n\n")[:-2]]
     offsets = [offset for chunk in chunks if chunk for offset in chunk["text_offset"]]
     assert offsets == echoed["logprobs"]["text_offset"]
+
+
+def test_bytes_that_are_no_character_are_replaced_as_in_generate() -> None:
+    """A decoder for bytes replaces a whole run of them if one is wrong, so it matters which tokens it is given."""
+    letters = ["<pad>", "<s>", "</s>", "a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = hf.Tokenizer(hf.models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    model = made(
+        "gpt2", Processor(source=Tokenizer(backend.to_str().encode(), "tokenizer.json")), vocab_size=len(letters)
+    )
+    bias = {letters.index("<0x3F>"): 99.0, letters.index("<0xC4>"): 99.0}
+    body: dict[str, Any] = {"model": "bytes", "prompt": "a", "max_tokens": 30, "logit_bias": bias, "logprobs": 0}
+    with serving_api({"bytes": model}) as api:
+        for seed in range(4):
+            text = ask(api, "completions", **body, seed=seed)["choices"][0]["text"]
+            wanted = regard.generate(model, "a", max_new_tokens=30, temperature=1.0, seed=seed, logit_bias=bias)
+            assert text == wanted[0]
+
+
+def test_log_probs_name_the_place_of_each_new_token(api: ServedApi) -> None:
+    """Also after tokens that are parts of a character."""
+    pattern = {"type": "regex", "pattern": "(고양이|😀| cat|된){9}"}
+    body: dict[str, Any] = {
+        "model": "speaker",
+        "prompt": "the cat",
+        "max_tokens": 90,
+        "seed": 3,
+        "response_format": pattern,
+    }
+    choice = ask(api, "completions", **body, logprobs=0)["choices"][0]
+    logs, n_read = choice["logprobs"], 0
+    for token, offset in zip(logs["tokens"], logs["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
+    assert any(token.startswith("bytes:") for token in logs["tokens"])
+    lines = httpx.post(f"{api.url}/v1/completions", json=body | {"logprobs": 0, "stream": True}).text
+    for chunk in (json.loads(line[6:])["choices"][0] for line in lines.split("\n\n")[:-2]):
+        offsets = chunk["logprobs"]["text_offset"]
+        assert offsets == logs["text_offset"][n_read : (n_read := n_read + len(offsets))]
+
+
+def test_formats_where_a_text_begins_with_a_space() -> None:
+    """SentencePiece puts one before every text; the tokens that a format leaves no choice about have none."""
+    letters = ["<pad>", "<s>", "</s>", "▁", *'{}":,0123456789nameth\t\n\r']
+    backend = hf.Tokenizer(hf.models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    model = made(
+        "gpt2", Processor(source=Tokenizer(backend.to_str().encode(), "tokenizer.json")), vocab_size=len(letters)
+    )
+    schema = {"type": "object", "properties": {"name": {"enum": [7, 42]}}, "required": ["name"]}
+    format_ = {"type": "json_schema", "json_schema": {"schema": schema | {"additionalProperties": False}}}
+    body: dict[str, Any] = {"model": "spaced", "prompt": "the name", "max_tokens": 90, "seed": 1}
+    with serving_api({"spaced": model}) as api:
+        answer = ask(api, "completions", **body, response_format=format_)["choices"][0]
+    assert json.loads(answer["text"])["name"] in (7, 42)
 
 
 def test_log_probs_of_a_prompt_at_the_edges(api: ServedApi, models: dict[str, Model]) -> None:

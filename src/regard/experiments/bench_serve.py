@@ -85,8 +85,7 @@ class ServeBench:
         return asdict(self)
 
     def to_text(self) -> str:
-        head = ["clients", "requests/s", "tokens/s", "first p50, ms", "p99", "whole p50, ms", "p99", "errors"]
-        rows = [head]
+        rows = [["clients", "requests/s", "tokens/s", "first p50, ms", "p99", "whole p50, ms", "p99", "errors"]]
         for x in self.results:
             times = (f"{1e3 * s:,.0f}" for s in (x.first_p50_s, x.first_p99_s, x.whole_p50_s, x.whole_p99_s))
             errors = ", ".join(f"{name}: {n}" for name, n in x.errors.items()) or "0"

@@ -201,8 +201,7 @@ class BeamSearch:
     def initial_beams(self, prompts: Prompts) -> Beams:
         shape, device = (len(prompts), self.config.groups, self.size), prompts.tokens.device
         score = torch.full(shape, -math.inf, device=device)
-        zeros = torch.zeros(shape, dtype=torch.int64, device=device)
-        pool = Pool(score, zeros, zeros, zeros, zeros)
+        pool = Pool(score, *torch.zeros(4, *shape, dtype=torch.int64, device=device))
         score = score.index_fill(2, torch.arange(1, device=device), 0.0)  # one beam per group, not k equal ones
         texts = prompts.texts[:, None].expand(-1, self.config.beam, -1)
         open_ = torch.ones(shape[:2], dtype=torch.bool, device=device)

@@ -32,7 +32,6 @@ class SearchBuffers:
         self.rules.prepare_penalties(n_steps, device)
         limit = torch.zeros(n, dtype=torch.int64, device=device)
         self.beams = search.initial_beams(Prompts([[]] * n, limit.new_zeros(n, 0), None, limit))
-        self.beams.pool = Pool(*(x.clone() for x in self.beams.pool))  # some fields share one tensor
         # The result of every step, each field (steps, B, k), and whether a prompt is unfinished after it, (steps, B).
         numbers, scores = (torch.zeros(n_steps, n, k, dtype=x, device=device) for x in (torch.int64, torch.float32))
         parts = [(scores if "score" in name else numbers).clone() for name in BeamStep._fields[1:]]

@@ -38,6 +38,7 @@ _MAX_PROMPT_TOKENS = 16384  # in a captured prefill; larger ones are not bound b
 _MAX_DECODERS = 4  # decoders kept per model, each with its keys and values
 _MAX_KEPT_BYTES = 8 << 30  # of all decoders of a model together
 
+_lock = threading.Lock()  # for captures, and for the decoders of all models
 Captured = TypeVar("Captured")
 
 
@@ -53,7 +54,7 @@ class CapturedStep:
         self._run: Callable[[], Any] = lambda: [run() for _ in range(repeats)][-1]
         if device.type != "cuda":
             return
-        with torch.cuda.device(device):
+        with _lock, torch.cuda.device(device):  # torch has one stream for the captures of all threads
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -209,7 +210,6 @@ def _parameter_addresses(model: Model) -> int:
 
 
 _decoders: weakref.WeakKeyDictionary[Model, OrderedDict[GraphShape, GraphDecoder]] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
 _refused: weakref.WeakKeyDictionary[Model, str] = weakref.WeakKeyDictionary()  # models whose capture failed, and why
 
 

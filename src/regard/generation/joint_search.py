@@ -26,7 +26,6 @@ def can_join(config: GenerateConfig) -> bool:
 class SearchStep(NamedTuple):
     """The result of one step for one search."""
 
-    member: Hashable
     parents: list[int]  # the beam that each beam continues
     tokens: list[int]  # the next token of each beam
     finished: list[Hypothesis] | None  # its texts, once the search is over
@@ -91,7 +90,7 @@ class JointSearch:
                 finished = self._rules.hypotheses([x[number] for x in pools], table)
                 del self._tables[member]
             table.append((parents, tokens))
-            steps.append(SearchStep(member, parents, tokens, finished))
+            steps.append(SearchStep(parents, tokens, finished))
         return steps
 
 

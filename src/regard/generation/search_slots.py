@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..foundation.device import upload
 from ..models import Model
-from .beam_search import BeamSearch, BeamStep, Hypothesis, Pool
+from .beam_search import BeamSearch, BeamStep, Hypothesis
 from .captured_search import changing_tensors
 from .cuda_graph import BLOCK_STEPS, CapturedStep, copy_to_host
 from .generation_config import GenerateConfig
@@ -69,7 +69,6 @@ class SearchSlots(GraphSlots):
         self.rules.prepare_penalties(n_steps + 1, device)
         limit = torch.ones(n, dtype=torch.int64, device=device)
         self._beams = self.rules.initial_beams(Prompts([[]] * n, limit.new_zeros(n, 0), None, limit))
-        self._beams.pool = Pool(*(x.clone() for x in self._beams.pool))  # some fields share one tensor
         self._beams.step = torch.zeros_like(limit)
         self._table = limit.new_zeros(n_steps + 1, n, 2, k)  # the parents and tokens of every step
         self._numbers = torch.arange(n, device=device)

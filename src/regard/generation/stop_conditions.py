@@ -107,7 +107,7 @@ class TextPieces:
 
     def __init__(self, decode: Decode, stop: Sequence[str] = (), n_least: int = 0) -> None:
         self._characters, self._stop, self._n_least = WholeCharacters(decode), stop, n_least
-        self._pending = ""  # text that may be the beginning of a stop string
+        self.pending = ""  # text that may be the beginning of a stop string
         self.ended = False
 
     def push(self, *tokens: int) -> str:
@@ -119,19 +119,19 @@ class TextPieces:
     def finish(self) -> str:
         """The text held back so far, when no token follows."""
         ready = self._add(self._characters.finish())
-        pending, self._pending = self._pending, ""
+        pending, self.pending = self.pending, ""
         return ready if self.ended else ready + pending
 
     def _add(self, piece: str) -> str:
         if self.ended or not piece:
             return ""
-        n_before, stop = len(self._pending), self._stop
-        pending = self._pending + piece
+        n_before, stop = len(self.pending), self._stop
+        pending = self.pending + piece
         n_tokens = len(self._characters.ids)
         starts = [(pending.find(s, max(0, n_before - len(s) + 1)), s) for s in stop if n_tokens >= self._n_least]
         matches = [(start + len(s), start) for start, s in starts if start >= 0]  # (end, start), ending in this piece
         ready = min(matches)[1] if matches else stop_prefix_start(pending, stop)
-        self.ended, self._pending = bool(matches), pending[ready:]
+        self.ended, self.pending = bool(matches), pending[ready:]
         return pending[:ready]
 
 

@@ -30,7 +30,8 @@ class TextChoice:
     text: str = ""
     tokens: list[int] = field(default_factory=list)  # without the end token
     end_token: list[int] = field(default_factory=list)
-    log_probs: list[LogProb] = field(default_factory=list)  # of the tokens and of the end token
+    log_probs: list[LogProb] = field(default_factory=list)  # of the tokens and of the end token, if requested
+    offsets: list[int] = field(default_factory=list)  # where each of these begins in the text
     n_written: int = 0  # number of tokens, including the end token
     score: float | None = None
     finish_reason: str | None = None
@@ -40,7 +41,9 @@ class TextChoice:
         self.n_written += len(event.tokens)
         n_content = len(event.tokens) - min(event.n_ending, 1)
         content, self.end_token = event.tokens[:n_content], list(event.tokens[n_content:])
-        self.log_probs += [] if event.log_prob is None else [event.log_prob]
+        if event.log_prob is not None:
+            self.log_probs.append(event.log_prob)
+            self.offsets.append(len(self.text) + len(self.pieces.pending))
         piece = ""
         if content:
             self.tokens += content
@@ -138,7 +141,14 @@ class Writing:
         return [choice.text for choice in group]
 
     async def finish(self) -> list[TextChoice]:
-        """Run the requests to their end and return all choices."""
+        """Run the requests to their end and return all choices.
+
+        A text without stop strings is decoded as a whole: if bytes of it are no character, what they are replaced by
+        depends on the pieces in which it arrived.
+        """
         async for _ in self.follow():
             pass
+        for request, group in zip(self.requests, self._groups, strict=True):
+            for choice in group if request.strings is None else ():
+                choice.text = self.model.decode_for(request.reading.inputs)(choice.tokens)
         return self.choices

@@ -25,9 +25,21 @@ class _TokenBytes:
         self.tokens = [b"\xff<%d>" % index if spelled is None else spelled for index, spelled in enumerate(token_bytes)]
         self.special_token_ids = [index for index, spelled in enumerate(token_bytes) if spelled is None]
         self._encode = tokenizer.encode
+        self._ids = {spelled: index for index, spelled in enumerate(self.tokens)}
 
-    def __call__(self, text: bytes | str) -> list[int]:
-        return self._encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text, special=False)
+    def __call__(self, text: bytes) -> list[int]:
+        """The tokens of a text: the tokenizer's own if they spell it, else the longest ones.
+
+        SentencePiece begins a text with a space, and llguidance would force that space upon the next token.
+        """
+        ids = self._encode(text.decode("utf-8", "replace"), special=False)
+        if b"".join(self.tokens[index] for index in ids) == text:
+            return ids
+        ids = []
+        while n := next((n for n in range(len(text), 0, -1) if text[:n] in self._ids), 0):
+            ids.append(self._ids[text[:n]])
+            text = text[n:]
+        return ids
 
 
 class Grammars:
@@ -79,8 +91,6 @@ class GrammarConstraint:
         n_tokens = logits.shape[-1]
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:n_tokens].bool()
-        if len(allowed) < n_tokens:
-            allowed = torch.cat([allowed, allowed.new_zeros(n_tokens - len(allowed))])
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def accept(self, token: int) -> None:

@@ -5,7 +5,6 @@ https://platform.openai.com/docs/api-reference
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
 from .choices import TextChoice, Writing
@@ -21,7 +20,6 @@ class OpenAIDocument:
         self.model, self.body, self.writing = writing.model, body, writing
         self.extras: dict[int, dict[str, Any]] = {}  # additional fields of each choice, by its index
         self._n_logged: dict[int, int] = {}  # number of tokens of each choice whose log P was sent
-        self._n_letters: dict[int, int] = {}  # number of characters in those tokens
 
     @property
     def lists_prompt(self) -> bool:
@@ -52,7 +50,8 @@ class OpenAIDocument:
         return self.frame() | {"choices": [self.delta(choice, piece, start)]}
 
     def attention_chunk(self, choice: TextChoice) -> dict[str, Any]:
-        return self.frame() | {"choices": [self.delta(choice, "", choice.n_written) | self.extras[choice.index]]}
+        start = max(1, choice.n_written)  # at 0 there is the prompt, which has been sent
+        return self.frame() | {"choices": [self.delta(choice, "", start) | self.extras[choice.index]]}
 
     def entry(self, choice: TextChoice) -> dict[str, Any]:
         raise NotImplementedError
@@ -75,12 +74,13 @@ class OpenAIDocument:
 class CompletionDocument(OpenAIDocument):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    body: CompletionBody
 
     def entry(self, choice: TextChoice) -> dict[str, Any]:
         return self.delta(choice, self._echo(choice) + choice.text, 0)
 
     def delta(self, choice: TextChoice, piece: str, start: int) -> dict[str, Any]:
-        logs = self._log_probs(choice, start) if self._logs else None
+        logs = None if self.body.logprobs is None else self._log_probs(choice, start)
         return {"index": choice.index, "text": piece, "logprobs": logs, "finish_reason": choice.finish_reason}
 
     def beginning(self) -> list[dict[str, Any]]:
@@ -91,13 +91,7 @@ class CompletionDocument(OpenAIDocument):
             for choice in choices
         ]
 
-    @property
-    def _logs(self) -> bool:
-        assert isinstance(self.body, CompletionBody)
-        return self.body.logprobs is not None
-
     def _echo(self, choice: TextChoice) -> str:
-        assert isinstance(self.body, CompletionBody)
         return self.model.codec.decode(choice.reading.row) if self.body.echo else ""
 
     def _log_probs(self, choice: TextChoice, start: int) -> dict[str, Any]:
@@ -106,17 +100,15 @@ class CompletionDocument(OpenAIDocument):
         As with OpenAI, the chosen token is always among the likeliest, so there may be one more of them than requested.
         With ``echo`` the prompt's tokens come first, and an end token last: clients count on one entry for each token.
         """
-        assert isinstance(self.body, CompletionBody)
         echo, prompt = self.body.echo, choice.reading.row
         tokens = (choice.tokens + choice.end_token if echo else choice.tokens)[start:]
         log_probs, texts = choice.log_probs[start : start + len(tokens)], [self.spell(token)[0] for token in tokens]
-        n_before = self._n_letters.get(choice.index, len(self._echo(choice)))
-        offsets = list(accumulate(map(len, texts), initial=n_before))
-        if echo and choice.index not in self._n_letters:
+        n_before = len(self._echo(choice))
+        offsets = [n_before + offset for offset in choice.offsets[start : start + len(tokens)]]
+        if echo and start == 0:
             spans = self.model.codec.target.token_spans(prompt)
             offsets = [span.start for span in spans for _ in range(span.first, span.last)] + offsets
             texts, log_probs = [self.spell(token)[0] for token in prompt] + texts, choice.reading.log_probs + log_probs
-        self._n_letters[choice.index] = offsets.pop()
         tops = [{self.spell(token)[0]: value for token, value in each.top} for each in log_probs]
         rows = zip(texts, log_probs, tops, strict=True)
         return {
@@ -129,6 +121,7 @@ class CompletionDocument(OpenAIDocument):
 
 class ChatDocument(OpenAIDocument):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    body: ChatBody
 
     def entry(self, choice: TextChoice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -153,7 +146,6 @@ class ChatDocument(OpenAIDocument):
         }
 
     def _log_probs(self, choice: TextChoice, start: int) -> dict[str, Any] | None:
-        assert isinstance(self.body, ChatBody)
         if not self.body.logprobs:
             return None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from ..web.requests import Body, BodyImage, BodyText, Limits, ModelName
 
@@ -12,14 +12,13 @@ MAX_INPUTS = 256  # per request
 MAX_CHOICES = 64
 _LIMITS = Limits()
 
-Text = BodyText
 # fail_fast: collecting an error for each of 100,000 bad items would take a third of a second.
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=_LIMITS.tokens, fail_fast=True)
 ]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+Texts = Annotated[list[BodyText], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 Prompts = (
-    Text | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+    BodyText | Texts | TokenIds | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
 )
 StopString = Annotated[str, Field(min_length=1, max_length=200)]
 Position = Annotated[int, Field(gt=-(2**31), lt=2**31)]
@@ -105,6 +104,12 @@ class OpenAIBody(SearchBody):
     presence_penalty: Annotated[Number, Field(ge=0, le=0)] | None = None  # only 0: repetition_penalty replaces both
     frequency_penalty: Annotated[Number, Field(ge=0, le=0)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, fields: Any) -> Any:
+        """In OpenAI's API null is the default of every optional field: its client sends it for an argument of None."""
+        return {name: x for name, x in fields.items() if x is not None} if isinstance(fields, dict) else fields
+
 
 class CompletionBody(OpenAIBody):
     prompt: Prompts
@@ -116,12 +121,12 @@ class CompletionBody(OpenAIBody):
 
 class TextPart(Body):
     type: Literal["text"]
-    text: Text
+    text: BodyText
 
 
 class ChatMessage(Body):
     role: Annotated[str, Field(min_length=1, max_length=40)]
-    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_INPUTS)]
+    content: BodyText | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_INPUTS)]
     name: Annotated[str, Field(max_length=200)] | None = None
 
     def to_dict(self) -> dict[str, str]:
@@ -144,7 +149,7 @@ class EmbeddingBody(Body):
 
 
 class TranslateBody(SearchBody):
-    text: Text | Texts
+    text: BodyText | Texts
     source_language: Annotated[str, Field(max_length=40)] | None = None
     target_language: Annotated[str, Field(max_length=40)] | None = None
 
@@ -155,9 +160,9 @@ class CaptionBody(SearchBody):
 
 class ClassifyBody(Body):
     model: ModelName
-    text: Text | Texts | None = None
+    text: BodyText | Texts | None = None
     image: BodyImage | Annotated[list[BodyImage], Field(min_length=1, max_length=16)] | None = None
-    second: Text | Texts | None = None
+    second: BodyText | Texts | None = None
     threshold: Annotated[Number, Field(ge=0, le=1)] | None = None
     attention: AttentionOptions | None = None
 

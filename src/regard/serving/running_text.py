@@ -273,15 +273,12 @@ class SearchedText:
         if not self.joins:
             self._search.begin(request.reading.prompts)
 
-    def next_draws(self, n_before: int, n: int) -> None:
-        """None: a search draws nothing."""
-
     def steps(self, logits: Tensor) -> list[SearchStep]:
         """One step of a search that is advanced alone, from the logits of its beams (k, V)."""
         step = self._search.step(logits)
         if step is None:
-            return [SearchStep(self, [], [], self._search.finished[0])]
-        return [SearchStep(self, step[0].tolist(), step[1].tolist(), None)]
+            return [SearchStep([], [], self._search.finished[0])]
+        return [SearchStep(step[0].tolist(), step[1].tolist(), None)]
 
 
 RunningText = SampledText | SearchedText

@@ -187,6 +187,7 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         for request in [request for request in self._running if request.cancelled]:
             self.end(request)
+        self._reading = deque(request for request in self._reading if request in self._running)
         with self._changed:
             self.statistics.cancelled += self._waiting.drop_cancelled()
 
@@ -219,9 +220,6 @@ class Scheduler:
 
     def _next_readings(self) -> list[TextRequest]:
         """The requests to prefill in this round, up to the budget: partly read prompts in turn, then new ones."""
-        for request in [request for request in self._reading if request.cancelled]:
-            self._reading.remove(request)
-            self.end(request)
         budget, chosen = self._prompt_tokens, list[TextRequest]()
         for request in self._reading:
             if chosen and request.reading.n_next_tokens > budget:  # the first may exceed it: a source is read whole

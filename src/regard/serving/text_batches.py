@@ -25,7 +25,7 @@ from ..generation.generation_config import GenerateConfig
 from ..generation.joint_search import JointSearch, SearchStep, can_join
 from ..generation.prompts import max_text_length
 from ..generation.search_slots import SearchSlots
-from ..generation.slot_engine import BlockDraws, GraphSlots, SeparateSlots, Slot, can_capture_slots, open_slots
+from ..generation.slot_engine import BlockDraws, SeparateSlots, Slot, can_capture_slots, open_slots
 from ..models import Model
 from .metrics import SchedulerStatistics
 from .running_text import (
@@ -155,7 +155,7 @@ class TextBatches:
             if slots is not None:
                 return slots
         if size not in self.slots:
-            widths = [key for key, slots in self.slots.items() if type(slots) is GraphSlots and slots.size > 1]
+            widths = [key for key in self.slots if isinstance(key, int) and key > 1]
             if size > 1 and len(widths) >= _MAX_WIDTHS:
                 self._drop_unused(widths)
             self._free_dropped()
@@ -171,7 +171,7 @@ class TextBatches:
         key = _search_key(config)
         if key in self.slots:
             return self.slots[key]
-        captured = [name for name, slots in self.slots.items() if isinstance(slots, SearchSlots)]
+        captured = [name for name in self.slots if isinstance(name, str)]
         recurs = key in self._recent
         self._recent.append(key)
         if len(captured) >= self._most_captured and not (recurs and self._drop_unused(captured)):
@@ -180,7 +180,7 @@ class TextBatches:
         try:
             self.slots[key] = SearchSlots(self.model, config, self._n_slots(config.beam))
         except Exception as error:  # out of memory, or an operation that cannot be captured
-            self._most_captured = sum(isinstance(slots, SearchSlots) for slots in self.slots.values())
+            self._most_captured = sum(isinstance(name, str) for name in self.slots)
             warnings.warn(f"searches are decoded step by step: {first_line(error)[:300]}", stacklevel=2)
             return None
         return self.slots[key]
@@ -219,8 +219,9 @@ class TextBatches:
                 first = logits[row : row + 1].expand(text.request.size, -1)
                 self._search(slots, [slot], partial(text.steps, first))
         for group, rows in groups.items():
-            texts = [new[row].owner for row in rows]
-            self._search(slots, [new[row] for row in rows], partial(_begin_together, group, texts, logits, rows))
+            members = [new[row] for row in rows]
+            prompts = [slot.owner.request.reading.prompts for slot in members]
+            self._search(slots, members, partial(group.begin, [slot.owner for slot in members], prompts, logits[rows]))
 
     def _joint_search(self, config: GenerateConfig) -> JointSearch:
         """The joint search of all texts with this config."""
@@ -240,7 +241,7 @@ class TextBatches:
             return 0
         previous = slots.block
         in_blocks = all(slot.owner.takes_blocks for slot in slots.taken)
-        slots.block = slots.start_block(_draws(slots)) if in_blocks else None
+        slots.block = slots.start_block(_draws(slots) if slots.size == 1 else {}) if in_blocks else None
         if previous is not None:
             for slot, result in zip(previous.slots, previous.wait(), strict=True):
                 if slot in slot.owner.request.slots:
@@ -249,19 +250,14 @@ class TextBatches:
 
     def _write_block(self, slot: Slot, result: Any) -> None:
         """Report the tokens of a block of one text, or the result of a search if it has ended."""
-        request = slot.owner.request
         if isinstance(slot.batch, SearchSlots):
-            self._count_steps(slot, result.n_steps - request.n_tokens, result.found)
+            self._count_steps(slot, result.n_steps - slot.owner.request.n_tokens, result.found)
             return
         try:
-            event = slot.owner.add_block(result)
+            event: TokenEvent | Exception = slot.owner.add_block(result)
         except Exception as error:
-            self._reporter.end(request, FailureEvent(error))
-            return
-        is_finished = event.finish is not None
-        self._reporter.report(request, event, is_urgent=is_finished)
-        slot.next_tokens = [event.tokens[-1]]
-        self._count_tokens(slot, len(event.tokens), is_finished)
+            event = error
+        self._write_event(slot, event)
 
     def _step_once(self, slots: SeparateSlots) -> int:
         """Decode one token of every text of a batch; returns the number of steps."""
@@ -318,17 +314,19 @@ class TextBatches:
         """Choose and report the next tokens of greedy and sampled texts; finished texts leave the batch."""
         events = choose_tokens([slot.owner for slot in members], logits, likeliest)
         for slot, event in zip(members, events, strict=True):
-            request = slot.owner.request
-            if slot not in request.slots:  # another text of the request has failed
-                continue
-            if not isinstance(event, TokenEvent):
-                self._reporter.end(request, FailureEvent(event))
-                continue
-            is_finished = event.finish is not None
-            self._reporter.report(request, event, is_urgent=is_finished or len(slot.owner.tokens) == 1)
-            if not is_finished:
-                slot.next_tokens = [slot.owner.tokens[-1]]
-            self._count_tokens(slot, 1, is_finished)
+            if slot in slot.owner.request.slots:  # else another text of the request has failed
+                self._write_event(slot, event)
+
+    def _write_event(self, slot: Slot, event: TokenEvent | Exception) -> None:
+        """Report the next tokens of a text; an exception ends its request."""
+        request = slot.owner.request
+        if isinstance(event, Exception):
+            self._reporter.end(request, FailureEvent(event))
+            return
+        is_finished = event.finish is not None
+        self._reporter.report(request, event, is_urgent=is_finished or len(slot.owner.tokens) == 1)
+        slot.next_tokens = [event.tokens[-1]]
+        self._count_tokens(slot, len(event.tokens), is_finished)
 
     def _count_steps(self, slot: Slot, n: int, found: list[Hypothesis] | None) -> None:
         """Count n steps of a search, one token each, and report the texts that it has found once it is over."""
@@ -373,9 +371,3 @@ def _draws(slots: SeparateSlots) -> dict[Slot, BlockDraws]:
 def _search_key(config: GenerateConfig) -> str:
     """Equal for configs that differ only in ``max_new_tokens``."""
     return config.with_(max_new_tokens=1).model_dump_json()
-
-
-def _begin_together(
-    group: JointSearch, texts: Sequence[SearchedText], logits: Tensor, rows: list[int]
-) -> list[SearchStep]:
-    return group.begin(texts, [text.request.reading.prompts for text in texts], logits[rows])
