@@ -93,6 +93,17 @@ class PlainModule(nn.Module, Plain):
     """The same, as a module."""
 
 
+class PerHead(nn.Module, Dot):
+    """A projection of the shared keys for each head."""
+
+    def __init__(self, n_heads: int, d_head: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(n_heads, d_head, d_head, generator=torch.Generator().manual_seed(5)))
+
+    def keys(self, k: Tensor) -> Tensor:
+        return k.repeat_interleave(len(self.w) // k.shape[1], 1) @ self.w.to(k.dtype)
+
+
 KINDS = {
     Positive: "shares",
     Sharper: "scores",
@@ -109,7 +120,7 @@ OWN = list(KINDS)
 
 @pytest.fixture(autouse=True)
 def entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for own in OWN:
+    for own in (*OWN, PerHead):
         monkeypatch.setitem(
             MIXERS, own.__name__, Mixer(f"{__name__}:{own.__name__}", pairs=own.normaliser == "softmax")
         )
@@ -220,3 +231,22 @@ def test_a_scale_is_the_configs_or_the_classes() -> None:
     assert scale_of("Turned", attention_scale=0.25) == 0.25
     assert scale_of("Unscaled") == 1.0
     assert scale_of("Unscaled", attention_scale=0.25) == 0.25
+    assert scale_of("PerHead") == pytest.approx(8**-0.5)
+    assert scale_of("PerHead", attention_scale=0.25) == 0.25
+    with pytest.raises(ValueError, match=r"attention_scale=0\.25 is not read by PlainModule\.for_model"):
+        small("PlainModule", attention_scale=0.25)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "sdpa", "flex"])
+@pytest.mark.parametrize("sinks", [False, True])
+@torch.no_grad()
+def test_more_key_heads_than_value_heads(backend: str, sinks: bool) -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    own, logits = PerHead(4, 8), torch.randn(4) if sinks else None
+    scores = q @ own.keys(k).mT * 8**-0.5
+    scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    last = torch.full((2, 4, 9, 1), -torch.inf) if logits is None else logits[:, None, None].expand(2, 4, 9, 1)
+    wanted = torch.cat([scores, last], -1).softmax(-1)[..., :9] @ v.repeat_interleave(2, 1)
+    output = attend(q, k, v, mask=causal(), mechanism=own, backend=backend, sinks=logits).output
+    torch.testing.assert_close(output, wanted, atol=1e-5, rtol=1e-5)

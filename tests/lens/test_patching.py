@@ -89,7 +89,17 @@ def test_an_encoder_decoder_is_patched_on_either_side() -> None:
     assert float(cross.effects[0].abs()) > 1e-3
 
 
-@pytest.mark.parametrize("fields", [{}, {"positions": "alibi"}, {"window": 3}, {"share_layers": True}], ids=str)
+LONG = {
+    "kind": "longrope",
+    "short_factor": (1.0,) * 3,
+    "long_factor": (8.0,) * 3,
+    "original_max_len": 8,
+}  # one token less
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"positions": "alibi"}, {"window": 3}, {"share_layers": True}, {"rope_scaling": LONG}], ids=str
+)
 def test_what_a_patch_leaves_alone_is_not_run_again(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = small("llama-1b", n_kv_heads=2, n_layers=3, **fields)
     clean, corrupted = prompts(model, 2), prompts(model, 9)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from .fused import flex, flex_fits, is_square_causal, sdpa, sees_everything
 from .linear_attention import linear
 from .mask import And, Mask
 from .masks import Causal, Padding
+from .mechanisms import Dot
 from .reference import reference
 from .score_matrix import AttentionCall
 from .tiled import tiled
@@ -98,6 +100,9 @@ def run(call: AttentionCall, backend: str = "auto", weights: bool = False) -> At
     if name == "reference":
         output, matrix = reference(call)
         return Attended(output, matrix if weights else None)
+    if isinstance(call.mechanism, Dot) and call.k.shape[1] != call.v.shape[1]:
+        # Fused kernels need as many value heads as key heads, and a mechanism may make more key heads.
+        call = replace(call, v=call.v.repeat_interleave(call.k.shape[1] // call.v.shape[1], dim=1))
     return Attended(_RUN[name](call), None)
 
 

@@ -65,10 +65,14 @@ class Mechanism:
 
     @classmethod
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
-        """Build the mechanism of one layer of a model; by default ``cls(n_heads, d_head)``."""
-        if cls.__init__ in (object.__init__, nn.Module.__init__):
-            return cls()
-        return cls(n_heads, d_head)  # type: ignore[call-arg]  # the base class takes no arguments
+        """Build the mechanism of one layer of a model; by default ``cls(n_heads, d_head)`` with the config's scale."""
+        takes_sizes = cls.__init__ not in (object.__init__, nn.Module.__init__, Dot.__init__)
+        mechanism = cls(n_heads, d_head) if takes_sizes else cls()  # type: ignore[call-arg]
+        if config.attention_scale is not None:
+            if not isinstance(mechanism, Dot):
+                raise ValueError(f"attention_scale={config.attention_scale} is not read by {cls.__name__}.for_model")
+            mechanism.scale = config.attention_scale
+        return mechanism
 
     def queries(self, q: Tensor) -> Tensor:
         """Project or feature-map the queries, (B, H, T, D)."""
@@ -153,8 +157,6 @@ class Dot(Mechanism):
     def for_model(cls, config: ModelConfig, n_heads: int, d_head: int) -> Mechanism:
         if cls is Dot and config.score_cap is not None:
             return CappedDot(config.score_cap, config.attention_scale)
-        if cls.__init__ is Dot.__init__:
-            return cls(config.attention_scale)
         return super().for_model(config, n_heads, d_head)
 
     def factor(self, d_head: int) -> float:

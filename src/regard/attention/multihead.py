@@ -188,9 +188,10 @@ class MultiHeadAttention(nn.Module):
         return self._self_heads(x, None, None, None, None)[:3]
 
     def store_keys(self, x: Tensor, cache: Cache) -> None:
-        """Store the keys and values of x (B, T, M) in a cache, for later tokens to attend to."""
-        if x.shape[1]:
-            self._self_heads(x, None, None, None, cache)
+        """Store the keys and values of all tokens of x (B, T, M) but the last in a cache, for it to attend to."""
+        if x.shape[1] > 1:  # the last is rotated too, because frequencies may depend on the length
+            _, k, v, _ = self._self_heads(x, None, None, cache.next_positions(x.shape[1], x.device), None)
+            cache.update(k[:, :, :-1], v[:, :, :-1])
 
     def query_heads(self, x: Tensor) -> Tensor:
         """The queries of a cross-attention, x (B, T, M) → (B, H, T, D)."""

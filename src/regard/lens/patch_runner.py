@@ -156,8 +156,7 @@ class PatchRunner:
             if layer == last and last_token and cache is not None:
                 block = self.stack.blocks[layer]
                 norm = block.residuals().attention.before
-                earlier = x[:, :-1]
-                block.attention.store_keys(earlier if norm is None else norm(earlier), cache.layers[layer])
+                block.attention.store_keys(x if norm is None else norm(x), cache.layers[layer])
                 x = x[:, -1:]
             x = self.stack(x, first=layer, stop=None if layer == last else layer + 1, cache=cache)
         return x

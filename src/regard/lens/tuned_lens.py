@@ -111,11 +111,8 @@ def _lens_sites(model: Any, name: str, sublayers: bool) -> dict[str, str]:
 
 def _predict(model: Any, norm: Any, states: Tensor) -> Tensor:
     """Log-probabilities (T, V) of the next token from states (T, M)."""
-    parts = []
-    for part in states.split(_POSITIONS_AT_ONCE):
-        part = part if norm is None else norm(part)
-        parts.append(model.head(part[None], model.output_table)[0].float().log_softmax(-1))
-    return torch.cat(parts)
+    parts = (part if norm is None else norm(part) for part in states.split(_POSITIONS_AT_ONCE))
+    return torch.cat([model.head(part[None], model.output_table)[0].float().log_softmax(-1) for part in parts])
 
 
 def _tokens_to_follow(
@@ -251,21 +248,17 @@ def _layer_losses(model: Any, lens: TunedLens, rows: list[list[int]]) -> Iterato
     """(layer, KL(model ‖ lens)) after each layer but the last, averaged over all tokens of a batch."""
     ((name, stack),) = stacks(model).items()
     record = capture(model, rows, sites=[f"{name}.blocks.*.output"])
-    real = torch.arange(max(record.lengths)) < torch.tensor(record.lengths)[:, None]
-    pick = real.to(model.device)
+    real = (torch.arange(max(record.lengths)) < torch.tensor(record.lengths)[:, None]).to(model.device)
     with torch.no_grad():
-        final = model.head(record.final_states[pick][None], model.output_table)[0].float().log_softmax(-1)
+        final = _predict(model, None, record.final_states[real])
     for layer in range(stack.n_layers - 1):
-        states = lens(layer, record[f"{name}.blocks.{layer}.output"][pick])
-        states = states if stack.norm is None else stack.norm(states)
-        log_p = model.head(states[None], model.output_table)[0].float().log_softmax(-1)
+        log_p = _predict(model, stack.norm, lens(layer, record[f"{name}.blocks.{layer}.output"][real]))
         yield layer, kl_div(log_p, final, reduction="batchmean", log_target=True)
 
 
 @torch.no_grad()
 def _divergences(model: Model, lens: TunedLens, rows: list[list[int]], batch: int) -> list[float]:
-    totals = [0.0] * len(lens.maps)
-    count = 0
+    totals, count = [0.0] * len(lens.maps), 0
     for start in range(0, len(rows), batch):
         part = rows[start : start + batch]
         n = sum(map(len, part))
