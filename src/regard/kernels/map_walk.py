@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..foundation.device import H200_SHARED_MEMORY, shared_memory
 from .attention_tiles import (
     LN_2,
     LOG2_E,
@@ -298,6 +299,7 @@ def _launch(
 ) -> None:
     plan = o.column_plan if kernel is column_walk else o.row_plan
     warps, stages = (WARPS, STAGES) if q.shape[3] <= 128 else (8, 1)
+    stages = stages if shared_memory(q.device) >= H200_SHARED_MEMORY else 1
     kernel[grid](
         q, k, *results, *tensors(o, q, None, plan, make_strip(o)), *numbers(o, q.shape[2], k.shape[2]), *q.stride()[:3],
         *k.stride()[:3], *dense_strides(o.dense), *plan_strides(plan), *extra, N_HEADS=q.shape[1],
@@ -330,7 +332,7 @@ def push_columns(q: Tensor, k: Tensor, lse: Tensor, x: Tensor, o: Options) -> Te
     """x A for x (B, H, N, T) → (B, H, N, S)."""
     q, k, lse = q.contiguous(), k.contiguous(), lse.contiguous()
     out = q.new_empty(*x.shape[:3], k.shape[2])
-    carried = 16 if x.shape[2] <= 16 else 64
+    carried = 16 if x.shape[2] <= 16 or shared_memory(q.device) < H200_SHARED_MEMORY else 64
     grid = (q.shape[0] * q.shape[1], -(-k.shape[2] // BLOCK), -(-x.shape[2] // carried))
     extra = (*x.stride(), x.shape[2])
     _launch(column_walk, grid, q, k, o, (lse, x, out), extra, CARRIED=carried)
