@@ -26,6 +26,7 @@ from .attention_tiles import (
     row_phases,
     score_tile,
     strip_width,
+    visible_end,
     visible_tile,
 )
 from .flash_ops import (
@@ -110,9 +111,7 @@ def row_walk(
     )
     rows = (t < n_rows)[:, None]
     queries = tl.load(q_at + t[:, None].to(tl.int64) * q_t + e[None, :], mask=rows & (e < D)[None, :], other=0.0)
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     plan_at = plan
     if PLAN:
@@ -182,9 +181,7 @@ def column_walk(
     q_at, k_at, strip_at, dense_at, slope = _head_pointers(
         q, k, strip, dense, slopes, b, h, reach, q_b, q_h, k_b, k_h, dense_b, dense_h, REP, SLOPE, TABLE
     )
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, _, _, _, hi = row_phases(n0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     plan_at = plan
     if PLAN:
@@ -252,9 +249,7 @@ def cell_walk(
     rows = (t < n_rows)[:, None]
     queries = tl.load(q_at + t[:, None].to(tl.int64) * q_t + e[None, :], mask=rows & (e < D)[None, :], other=0.0)
     norm = tl.load(lse + tl.program_id(0).to(tl.int64) * n_rows + t, mask=t < n_rows, other=float("inf")) * LOG2_E
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     lo, hi = tl.maximum(lo, from_key // BLOCK), tl.minimum(hi, (to_key + BLOCK - 1) // BLOCK)
     plan_at = plan
