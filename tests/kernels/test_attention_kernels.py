@@ -270,8 +270,12 @@ def test_tiles_fit_into_shared_memory(memory: int, monkeypatch: pytest.MonkeyPat
         n_bytes = flash_ops.padded_width(width) * q.element_size()
         for kernel, o in product(("forward", "queries", "keys"), (no_mask, replace(no_mask, left=9))):
             rows, keys, _, stages = flash_ops.tile_sizes(kernel, q, q, o)
-            loaded = max(1, stages - 1) * 2  # blocks in flight; two stay: queries or keys, and in the backward pass more
-            n_blocks = loaded * rows + 2 * keys if kernel == "keys" else loaded * keys + rows * (1 + (kernel != "forward"))
+            loaded = (
+                max(1, stages - 1) * 2
+            )  # blocks in flight; two stay: queries or keys, and in the backward pass more
+            n_blocks = (
+                loaded * rows + 2 * keys if kernel == "keys" else loaded * keys + rows * (1 + (kernel != "forward"))
+            )
             assert n_blocks * n_bytes <= memory << 10, (kernel, dtype, width)
 
 

@@ -167,18 +167,8 @@ def _backward(
 
 def _shared_arguments(q: Tensor, k: Tensor, o: Options) -> tuple[Any, ...]:
     tensors = (q if x is None else x for x in (o.lengths, o.q_docs, o.k_docs, o.row_plan, o.bits, o.seed))
-    threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
-    return (
-        *tensors,
-        q.shape[2],
-        k.shape[2],
-        o.offset,
-        o.left,
-        o.right,
-        threshold,
-        keep_factor,
-        *plan_strides(o.row_plan),
-    )
+    sizes = q.shape[2], k.shape[2], o.offset, o.left, o.right
+    return *tensors, *sizes, *o.dropout_numbers(), *plan_strides(o.row_plan)
 
 
 def _flags(q: Tensor, v: Tensor, o: Options) -> dict[str, Any]:

@@ -45,6 +45,10 @@ class Options:
     first_head: int = 0  # likewise for heads
     plan: str = ""  # a key of PLANS, which replaces row_plan, column_plan and bits in a compiled graph
 
+    def dropout_numbers(self) -> tuple[int, float]:
+        """The threshold below which a weight is dropped, and the factor of the others."""
+        return int(self.dropout * (1 << 31)), 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+
 
 PLANS: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # row_plan, column_plan and bits by name
 
@@ -155,9 +159,8 @@ def tensors(
 def numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
     """The scalar arguments common to all kernels."""
     reach = 0 if o.table is None else o.table.shape[1] // 2
-    threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
     return (
-        n_rows, n_keys, o.offset, o.left, o.right, reach, o.scale, o.cap or 1.0, threshold, keep_factor, o.first_row,
+        n_rows, n_keys, o.offset, o.left, o.right, reach, o.scale, o.cap or 1.0, *o.dropout_numbers(), o.first_row,
         o.first_key, o.first_head
     )  # fmt: skip
 

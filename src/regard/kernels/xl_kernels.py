@@ -19,7 +19,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tiles import LN_2, LOG2_E, LOWEST, keep_tile, key_phases, phase_of, row_phases, visible_end, visible_tile
+from .attention_tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    keep_tile,
+    key_phases,
+    phase_of,
+    row_phases,
+    visible_end,
+    visible_tile,
+)
 
 # Triton must not compile another kernel when one of these becomes divisible by 16.
 _VARYING = ["threshold", "first_row", "first_key", "first_head", "low", "n_distances", "offset"]
