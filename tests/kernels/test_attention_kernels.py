@@ -270,12 +270,9 @@ def test_tiles_fit_into_shared_memory(memory: int, monkeypatch: pytest.MonkeyPat
         n_bytes = flash_ops.padded_width(width) * q.element_size()
         for kernel, o in product(("forward", "queries", "keys"), (no_mask, replace(no_mask, left=9))):
             rows, keys, _, stages = flash_ops.tile_sizes(kernel, q, q, o)
-            loaded = (
-                max(1, stages - 1) * 2
-            )  # blocks in flight; two stay: queries or keys, and in the backward pass more
-            n_blocks = (
-                loaded * rows + 2 * keys if kernel == "keys" else loaded * keys + rows * (1 + (kernel != "forward"))
-            )
+            # Blocks in flight, and those that stay: queries or keys, in the backward pass with a second tensor.
+            loaded, n_kept = max(1, stages - 1) * 2, 1 if kernel == "forward" else 2
+            n_blocks = loaded * rows + n_kept * keys if kernel == "keys" else loaded * keys + n_kept * rows
             assert n_blocks * n_bytes <= memory << 10, (kernel, dtype, width)
 
 
