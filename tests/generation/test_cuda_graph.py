@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -611,12 +612,27 @@ def test_the_tiles_of_wide_heads_fit_on_a_multiprocessor(device: str, width: int
     kernels()
     from regard.kernels.decode_attention import attention_tile, dot_tile
 
-    for n_programs in (1, 1000):
-        keys, _, stages = dot_tile(n_programs, width)
+    for n_programs, queries, memory in product((1, 1000), (16, 256), (99 << 10, 163 << 10, 227 << 10)):
+        keys, _, stages = dot_tile(n_programs, queries, width, memory)
         loaded = (stages - 1) * 2 * keys * width * 2  # bytes of keys and values before a tile is multiplied
-        assert loaded <= 192 << 10, "of 227 KiB of shared memory on an H200"
+        assert keys >= 16, "as tensor cores require"
+        assert loaded + queries * width * 2 <= 0.75 * memory or keys == 16
         keys, warps = attention_tile(n_programs, width)
         assert keys * width <= 128 * 32 * warps, "numbers in the registers of the threads"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_start_early_on_hopper_only(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on an MI300, whose compute capability is that of a later GPU than Hopper's."""
+    kernels()
+    from regard.kernels.decode_attention import overlap
+
+    for hip, capability, starts_early in ((None, (9, 0), True), (None, (8, 9), False), ("6.4", (9, 4), False)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, at=capability: at)
+        overlap.cache_clear()
+        assert overlap(torch.device("cuda"))["EARLY"] is starts_early
+    overlap.cache_clear()
 
 
 @pytest.mark.usefixtures("way")

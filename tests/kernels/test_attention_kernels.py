@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
@@ -255,6 +256,24 @@ def test_heads_and_rows_of_transformer_xl_in_parts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(xl_attention, "_MOST_BYTES", 1)
     for ours, wanted in zip(compute(triton, case, torch.float32), whole, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("memory", [99, 163, 227])  # KiB: RTX 4090, A100, H200
+def test_tiles_fit_into_shared_memory(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.kernels import flash_ops
+
+    monkeypatch.setattr(flash_ops, "TRITON_INTERPRETED", False)
+    monkeypatch.setattr(flash_ops, "shared_memory", lambda device: memory << 10)
+    no_mask = flash_ops.Options(1.0, 0)
+    for dtype, width in product((torch.bfloat16, torch.float32), (16, 64, 80, 128, 256)):
+        q = torch.empty(1, 1, 1, width, dtype=dtype, device=DEVICE)
+        n_bytes = flash_ops.padded_width(width) * q.element_size()
+        for kernel, o in product(("forward", "queries", "keys"), (no_mask, replace(no_mask, left=9))):
+            rows, keys, _, stages = flash_ops.tile_sizes(kernel, q, q, o)
+            # Blocks in flight, and those that stay: queries or keys, in the backward pass with a second tensor.
+            loaded, n_kept = max(1, stages - 1) * 2, 1 if kernel == "forward" else 2
+            n_blocks = loaded * rows + n_kept * keys if kernel == "keys" else loaded * keys + n_kept * rows
+            assert n_blocks * n_bytes <= memory << 10, (kernel, dtype, width)
 
 
 def test_plan_keeps_equal_tiles_once() -> None:

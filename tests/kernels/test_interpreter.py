@@ -39,6 +39,8 @@ def test_kernels_in_tritons_interpreter() -> None:
     tests = [f"{HERE / 'test_attention_kernels.py'}::test_in_float32[{name}]" for name in FLASH + OTHERS]
     tests.append(f"{HERE / 'test_attention_kernels.py'}::test_pairs_of_half_precision[xl memory]")
     tests.append(f"{HERE / 'test_attention_kernels.py'}::test_torch_compile_keeps_the_kernel[strided]")
+    tests.append(f"{HERE / 'test_attention_kernels.py'}::test_tiles_fit_into_shared_memory[99]")
+    tests.append(f"{HERE / 'test_attention_kernels.py'}::test_tiles_fit_into_shared_memory[163]")
     tests += [f"{HERE / 'test_map_kernels.py'}::test_every_reading_is_that_of_the_walk[{name}-40-40]" for name in MAPS]
     tiles = HERE / "test_xl_tiles.py"
     tests += [f"{tiles}::test_halves_are_joined_and_rows_rotated[{name}]" for name in TILES]
@@ -54,6 +56,7 @@ def test_kernels_in_tritons_interpreter() -> None:
     tests.append(f"{rows}::test_without_fp8_no_kernel_gets_a_tensor_in_e4m3")
     decoding = HERE.parent / "generation" / "test_cuda_graph.py"
     tests.append(f"{decoding}::test_the_tiles_of_wide_heads_fit_on_a_multiprocessor[256-interpreted]")
+    tests.append(f"{decoding}::test_kernels_start_early_on_hopper_only[interpreted]")
     tests += [f"{decoding}::test_the_kernel_of_a_product{name}" for name in PRODUCTS]
     tests += [f"{decoding}::test_a_product_merges_the_parts_of_{name}" for name in PARTS]
     paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(TRITON)]))

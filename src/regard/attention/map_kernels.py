@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..foundation.device import TRITON_INTERPRETED
+from ..foundation.device import H200_SHARED_MEMORY, TRITON_INTERPRETED, shared_memory
 from .score_matrix import AttentionCall, TileWalk
 from .triton_backend import options, triton_obstacle
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _SMALL = 1 << 21  # up to this many scores, torch's own operations are faster than a kernel's first launch
 _SMALLEST_CELL = 16  # queries and keys per cell; with smaller cells a tile would have too many of them
 MOST_KEPT = 64  # largest k of ``top``
+_WIDEST_IN_LESS = 128  # widest heads on GPUs with less shared memory than an H200
 _MOST_PUSHED = 256  # largest N of ``push``
 
 
@@ -32,7 +33,8 @@ class MapKernels:
     def of(cls, walk: TileWalk) -> MapKernels | None:
         """None if the kernels do not support this map, or torch is as fast."""
         matrix, (b, h, n_queries, n_keys) = walk.scoring, walk.shape
-        usable = (TRITON_INTERPRETED or matrix.q.is_cuda) and matrix.sinks is None
+        fits = matrix.q.shape[3] <= _WIDEST_IN_LESS or shared_memory(matrix.q.device) >= H200_SHARED_MEMORY
+        usable = (TRITON_INTERPRETED or matrix.q.is_cuda) and matrix.sinks is None and fits
         if not usable or matrix.mechanism.kind not in ("dot", "capped") or b * h * n_queries * n_keys <= _SMALL:
             return None
         content_bias = matrix.bias is not None and matrix.bias.reads_content

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..foundation.device import HAS_TRITON
+from ..foundation.device import HAS_TRITON, SMALL_SHARED_MEMORY, shared_memory
 from .biases import Alibi, Bias, DenseBias, RelativeBias, Sum, T5Bias, XLRelative
 from .frame import Frame
 from .mask import EMPTY, FULL, PARTIAL, And, Mask, plan
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..kernels.flash_ops import Options
 
 _WIDEST = 256  # largest head width
-_WIDEST_WITH_PLAN = 128  # the same for gradients in float32 through a sparse plan
 _LONGEST_TRAINED_TABLE = 1024  # largest distance in the table of a trainable bias
 F = TypeVar("F", bound=Callable[..., Any])
 _HIDDEN = -(1 << 31)  # document id of keys that no query may attend to
@@ -41,6 +40,9 @@ def constant_in_graphs(function: F) -> F:
     """Like torch.compiler.assume_constant_result, but without importing the whole compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # read by torch's compiler
     return function
+
+
+constant_in_graphs(shared_memory)
 
 
 def triton_is_fast(call: AttentionCall) -> bool:
@@ -61,8 +63,8 @@ def triton_obstacle(call: AttentionCall) -> str | None:
         return "float64"
     if max(call.q.shape[-1], call.v.shape[-1]) > _WIDEST:
         return f"heads wider than {_WIDEST}"
-    if _overfills_shared_memory(call):
-        return f"gradients with a block-sparse mask and float32 heads wider than {_WIDEST_WITH_PLAN}"
+    if (widest := _widest_with_plan(call)) is not None and max(call.q.shape[-1], call.v.shape[-1]) > widest:
+        return f"gradients with a block-sparse mask and heads wider than {widest}"
     if call.frame.may_have_gaps:
         return "positions that are not consecutive"
     parts = _bias_parts(call.bias)
@@ -83,13 +85,13 @@ def triton_obstacle(call: AttentionCall) -> str | None:
     return None
 
 
-def _overfills_shared_memory(call: AttentionCall) -> bool:
-    """Whether the backward kernels cannot hold their tiles: blocks of a sparse plan have one size for all widths."""
-    inputs = call.q, call.k, call.v
-    is_wide = max(x.shape[-1] for x in inputs) > _WIDEST_WITH_PLAN and call.q.element_size() > 2
-    if not is_wide or not _is_dot(call) or not any(x.requires_grad for x in inputs):
-        return False
-    return bool(_split_mask(call.mask)[1])
+def _widest_with_plan(call: AttentionCall) -> int | None:
+    """The widest heads whose tiles the backward kernels can hold if there is a sparse plan, whose blocks have one size
+    for all widths; None without a plan or gradients."""
+    if not _is_dot(call) or not any(x.requires_grad for x in (call.q, call.k, call.v)) or not _split_mask(call.mask)[1]:
+        return None
+    n_bytes = 256 if shared_memory(call.q.device) < SMALL_SHARED_MEMORY else 512
+    return n_bytes // call.q.element_size()
 
 
 def _is_dot(call: AttentionCall) -> bool:

@@ -17,6 +17,9 @@ HAS_TRITON = find_spec("triton") is not None
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # its interpreter runs kernels on a CPU
 DEVICES = ("auto", "cpu", "cuda", "mps")
 """The valid names of devices; ``cuda:1`` selects one of several GPUs."""
+# Bytes of shared memory of the GPU that kernels are tuned on, and below which (99 KiB on GPUs other than A100, H100 and
+# their successors) wide heads need much smaller tiles.
+H200_SHARED_MEMORY, SMALL_SHARED_MEMORY = 227 << 10, 128 << 10
 
 
 def is_available(kind: str) -> bool:
@@ -53,6 +56,15 @@ def resolve_device(name: str | torch.device = "auto", option: str = "device") ->
 def n_cores() -> int:
     """The processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program of a kernel may use; without a GPU (in tests) those of an H200."""
+    import torch
+
+    if device.type != "cuda":
+        return H200_SHARED_MEMORY
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", H200_SHARED_MEMORY))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..foundation.device import TRITON_INTERPRETED
-from .attention_tiles import LN_2, LOG2_E, LOWEST, keep_tile, key_phases, tanh, visible_tile
+from .attention_tiles import LN_2, LOG2_E, LOWEST, keep_tile, key_phases, tanh, visible_end, visible_tile
 from .flash_ops import Options, padded_width, plan_strides, with_plan
 
 _BLOCK, _WARPS = (32, 4) if TRITON_INTERPRETED else (64, 4)
@@ -58,9 +58,7 @@ def _forward(
     head, block = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h, m0 = head // N_HEADS, head % N_HEADS, block * BLOCK
     t, f = m0 + tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     plan_at = plan
     if PLAN:
@@ -117,9 +115,7 @@ def _backward(
     b, h, m0 = head // N_HEADS, head % N_HEADS, block * BLOCK
     t, f = m0 + tl.arange(0, BLOCK), tl.arange(0, BLOCK_V)
     rows, of_v = t < n_rows, (f < DV)[None, :]
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     plan_at = plan
     if PLAN:
@@ -171,18 +167,8 @@ def _backward(
 
 def _shared_arguments(q: Tensor, k: Tensor, o: Options) -> tuple[Any, ...]:
     tensors = (q if x is None else x for x in (o.lengths, o.q_docs, o.k_docs, o.row_plan, o.bits, o.seed))
-    threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
-    return (
-        *tensors,
-        q.shape[2],
-        k.shape[2],
-        o.offset,
-        o.left,
-        o.right,
-        threshold,
-        keep_factor,
-        *plan_strides(o.row_plan),
-    )
+    sizes = q.shape[2], k.shape[2], o.offset, o.left, o.right
+    return *tensors, *sizes, *o.dropout_numbers(), *plan_strides(o.row_plan)
 
 
 def _flags(q: Tensor, v: Tensor, o: Options) -> dict[str, Any]:

@@ -71,6 +71,33 @@ def visible_tile(
 
 
 @triton.jit
+def visible_end(lengths, b, n_keys, LENGTHS: tl.constexpr):
+    """The end of the keys of text b."""
+    end = n_keys
+    if LENGTHS:
+        end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    return end
+
+
+@triton.jit
+def phase_of(a, b, c, d, e, f, PHASE: tl.constexpr, WHOLE: tl.constexpr):
+    """Start and end of a phase of a walk, given the borders of five phases; with WHOLE the walk is one phase."""
+    start, stop = a, f
+    if not WHOLE:
+        if PHASE == 0:
+            stop = b
+        elif PHASE == 1:
+            start, stop = b, c
+        elif PHASE == 2:
+            start, stop = c, d
+        elif PHASE == 3:
+            start, stop = d, e
+        else:
+            start = e
+    return start, stop
+
+
+@triton.jit
 def strip_width(reach):
     return (reach + 15) // 16 * 32 + 3 * STRIP_ROWS + 16
 

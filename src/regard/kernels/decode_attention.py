@@ -23,6 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ..foundation.device import shared_memory
+
 _LOG2_E = 1.4426950408889634
 PROGRAMS = 132  # programs that fill a GPU: the multiprocessors of an H200
 MOST_PARTS = 8  # programs among which the keys of a head are split
@@ -34,7 +36,8 @@ Parts = tuple[Tensor, Tensor]  # results (P, R, H · D) and log₂ of their weig
 @cache
 def overlap(device: torch.device) -> dict[str, Any]:
     """Launch options that let a kernel start before the previous one ends, if the device supports it."""
-    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    early = is_nvidia and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
@@ -290,14 +293,12 @@ def attention_parts(n_programs: int, width: int, n_slots: int) -> int:
     return max(1, min(MOST_PARTS, PROGRAMS // n_programs, triton.cdiv(n_slots, PART_KEYS)))
 
 
-def dot_tile(n_programs: int, width: int) -> tuple[int, int, int]:
-    """Keys per tile, warps and pipeline stages of the kernels by tiles.
-
-    The stages of 128 keys and values wider than 128 would need more shared memory than a multiprocessor has.
-    """
-    if n_programs >= PROGRAMS:
-        return 64, 2, 3
-    return 128 if width <= 128 else 64, 4, 3
+def dot_tile(n_programs: int, n_queries: int, width: int, memory: int) -> tuple[int, int, int]:
+    """Keys per tile, warps and pipeline stages of the kernels by tiles of ``n_queries``, in so much shared memory."""
+    keys, warps = (64, 2) if n_programs >= PROGRAMS else (128, 4)
+    while keys > 16 and 2 * width * (2 * 2 * keys + n_queries) > 3 * memory // 4:  # two stages of keys and values
+        keys //= 2
+    return keys, warps, 3
 
 
 def uses_tensor_cores(x: Tensor) -> bool:
@@ -375,8 +376,8 @@ def _launch(
     few = rows * (n_groups if by_tiles else n_heads) < PROGRAMS
     options["FETCH"] = options["EARLY"] and few and origin is None
     if by_tiles:
-        block, warps, stages = dot_tile(rows * n_groups * parts, width)
         queries, block_d = _query_rows(n_heads // n_groups), max(16, triton.next_power_of_2(width))
+        block, warps, stages = dot_tile(rows * n_groups * parts, queries, block_d, shared_memory(q.device))
         _attend_by_tiles[(rows, n_groups, parts)](
             *inputs, **options, BLOCK_Q=queries, BLOCK_S=block, BLOCK_D=block_d, num_warps=warps, num_stages=stages
         )
@@ -429,11 +430,11 @@ def _launch_memory(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: floa
     inputs = (q, k, v, lengths, out, logs, scale * _LOG2_E, *q.stride()[:2], *k.stride()[:3], rows, n_heads)
     options = {"COPIES": copies, "REP": rep, "D": width, "PARTS": parts, **overlap(q.device)}
     if uses_tensor_cores(q):
-        block, warps, stages = dot_tile(n_sources * n_groups * parts, width)
+        queries, block_d = _query_rows(copies * rep), max(16, triton.next_power_of_2(width))
+        block, warps, stages = dot_tile(n_sources * n_groups * parts, queries, block_d, shared_memory(q.device))
         _attend_memory_by_tiles[(n_sources, n_groups, parts)](
-            *inputs, **options, BLOCK_Q=_query_rows(copies * rep), BLOCK_S=block,
-            BLOCK_D=max(16, triton.next_power_of_2(width)), num_warps=warps, num_stages=stages
-        )  # fmt: skip
+            *inputs, **options, BLOCK_Q=queries, BLOCK_S=block, BLOCK_D=block_d, num_warps=warps, num_stages=stages
+        )
     else:
         block = min(64, triton.next_power_of_2(k.shape[2]))
         _attend_memory_by_lines[(rows, n_heads, parts)](

@@ -21,9 +21,11 @@ from .attention_tiles import (
     keep_tile,
     key_phases,
     load_tile,
+    phase_of,
     row_phases,
     score_tile,
     strip_width,
+    visible_end,
     visible_tile,
 )
 
@@ -51,9 +53,7 @@ def forward(
     k_at = k + b64 * k_b + g.to(tl.int64) * k_h + e[:, None]
     v_at = v + b64 * v_b + g.to(tl.int64) * v_h + f[None, :]
     queries = tl.load(q_at, mask=(t < n_rows)[:, None] & (e < D)[None, :], other=0.0)
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     slope, far_left, far_right, strip_at, dense_at = 0.0, 0.0, 0.0, strip, dense
     if SLOPE:
         slope = tl.load(slopes + h).to(tl.float32)
@@ -77,18 +77,7 @@ def forward(
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for PHASE in tl.static_range(FIRST, LAST):
-        start, stop = lo, hi
-        if not (DOCS or PLAN):
-            if PHASE == 0:
-                stop = edge_1
-            elif PHASE == 1:
-                start, stop = edge_1, edge_2
-            elif PHASE == 2:
-                start, stop = edge_2, edge_3
-            elif PHASE == 3:
-                start, stop = edge_3, edge_4
-            else:
-                start = edge_4
+        start, stop = phase_of(lo, edge_1, edge_2, edge_3, edge_4, hi, PHASE, DOCS or PLAN)
         far = far_left if PHASE == 1 else far_right
         for at in tl.range(start, stop):
             n0, tile_bits = at * BLOCK_N, bits
@@ -166,9 +155,7 @@ def backward_queries(
     line_at = tl.program_id(0).to(tl.int64) * n_rows + t
     tl.store(row_dot + line_at, dots_o, mask=t < n_rows)
     norm = tl.load(lse + line_at, mask=t < n_rows, other=float("inf")) * LOG2_E
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     slope, far_left, far_right, strip_at, dense_at, d_dense_at = 0.0, 0.0, 0.0, strip, dense, d_dense
     if SLOPE:
         slope = tl.load(slopes + h).to(tl.float32)
@@ -193,18 +180,7 @@ def backward_queries(
     d_queries = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     left_sum, right_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     for PHASE in tl.static_range(FIRST, LAST):
-        start, stop = lo, hi
-        if not (DOCS or PLAN):
-            if PHASE == 0:
-                stop = edge_1
-            elif PHASE == 1:
-                start, stop = edge_1, edge_2
-            elif PHASE == 2:
-                start, stop = edge_2, edge_3
-            elif PHASE == 3:
-                start, stop = edge_3, edge_4
-            else:
-                start = edge_4
+        start, stop = phase_of(lo, edge_1, edge_2, edge_3, edge_4, hi, PHASE, DOCS or PLAN)
         far = far_left if PHASE == 1 else far_right
         for at in tl.range(start, stop):
             n0, tile_bits = at * BLOCK_N, bits
@@ -293,9 +269,7 @@ def backward_keys(
     of_d, of_v = inside_keys & (e < D)[None, :], inside_keys & (f < DV)[None, :]
     keys = tl.load(k + b64 * k_b + g64 * k_h + j64 * k_s + e[None, :], mask=of_d, other=0.0)
     values = tl.load(v + b64 * v_b + g64 * v_h + j64 * v_s + f[None, :], mask=of_v, other=0.0)
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, edge_1, edge_2, edge_3, hi = row_phases(
         n0, offset, left, right, reach, n_rows, key_end, LEFT, RIGHT, TABLE, BLOCK_M, BLOCK_N
     )
@@ -323,16 +297,7 @@ def backward_keys(
             plan_at = plan + (b * plan_b + h * plan_h + block).to(tl.int64) * plan_width
             lo, hi = 0, tl.load(plan_at)
         for PHASE in tl.static_range(FIRST, LAST):
-            start, stop = lo, hi
-            if not (DOCS or PLAN):
-                if PHASE == 0:
-                    stop = edge_1
-                elif PHASE == 1:
-                    start, stop = edge_1, edge_2
-                elif PHASE == 2:
-                    start, stop = edge_2, edge_3
-                else:
-                    start = edge_3
+            start, stop = phase_of(lo, edge_1, edge_2, edge_3, hi, hi, PHASE, DOCS or PLAN)
             far = far_right if PHASE == 0 else far_left
             for at in tl.range(start, stop):
                 m0, tile_bits = at * BLOCK_M, bits

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..foundation.autograd import first_derivative_only
-from ..foundation.device import TRITON_INTERPRETED
+from ..foundation.device import H200_SHARED_MEMORY, SMALL_SHARED_MEMORY, TRITON_INTERPRETED, shared_memory
 from . import flash_attention as kernels
 from .attention_tiles import STRIP_ROWS, table_strip
 
@@ -45,6 +45,10 @@ class Options:
     first_head: int = 0  # likewise for heads
     plan: str = ""  # a key of PLANS, which replaces row_plan, column_plan and bits in a compiled graph
 
+    def dropout_numbers(self) -> tuple[int, float]:
+        """The threshold below which a weight is dropped, and the factor of the others."""
+        return int(self.dropout * (1 << 31)), 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+
 
 PLANS: dict[str, tuple[Tensor, Tensor, Tensor]] = {}  # row_plan, column_plan and bits by name
 
@@ -75,15 +79,20 @@ def tile_sizes(kernel: str, q: Tensor, v: Tensor, o: Options) -> tuple[int, int,
     """(BLOCK_M, BLOCK_N, warps, stages) of a kernel: "forward", "queries" or "keys"."""
     if TRITON_INTERPRETED:
         return 32, 32, 4, 1
-    width = max(q.shape[-1], v.shape[-1])
+    width, memory = max(q.shape[-1], v.shape[-1]), shared_memory(q.device)
+    n_bytes = padded_width(width) * q.element_size()  # of a row
     if q.element_size() > 2:
         sizes = 32 if width > 128 else 64, 32, 4, 1 if width > 64 else 2
     else:
         sizes = TILES[kernel, 64 if width <= 64 else 128 if width <= 128 else 256]
     if o.row_plan is not None:
-        return PLAN_BLOCK, PLAN_BLOCK, 4, 1 if width > 128 else 2
+        return PLAN_BLOCK, PLAN_BLOCK, 4, 1 if width > 128 or memory < H200_SHARED_MEMORY else 2
+    if memory < SMALL_SHARED_MEMORY and n_bytes > 128:
+        block = min(64, 16384 // n_bytes)
+        return block, block, 4, 1
     has_edges = o.left >= 0 or o.q_docs is not None or o.table is not None or o.dense is not None
-    if has_edges and width > 128 and q.element_size() == 2:  # biases compete with keys and values for shared memory
+    if (has_edges or memory < H200_SHARED_MEMORY) and width > 128 and q.element_size() == 2:
+        # Biases compete with keys and values for shared memory.
         return {"forward": (64, 64, 4, 1), "queries": (64, 32, 4, 1), "keys": (32, 64, 8, 1)}[kernel]
     if has_edges and width <= 64 and q.element_size() == 2:  # masked or biased tiles need more registers
         return (32, 64, 4, 3) if kernel == "keys" and o.table is None else (64, 64, 4, 3)
@@ -150,9 +159,8 @@ def tensors(
 def numbers(o: Options, n_rows: int, n_keys: int) -> tuple[float, ...]:
     """The scalar arguments common to all kernels."""
     reach = 0 if o.table is None else o.table.shape[1] // 2
-    threshold, keep_factor = int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
     return (
-        n_rows, n_keys, o.offset, o.left, o.right, reach, o.scale, o.cap or 1.0, threshold, keep_factor, o.first_row,
+        n_rows, n_keys, o.offset, o.left, o.right, reach, o.scale, o.cap or 1.0, *o.dropout_numbers(), o.first_row,
         o.first_key, o.first_head
     )  # fmt: skip
 

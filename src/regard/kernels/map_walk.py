@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..foundation.device import H200_SHARED_MEMORY, shared_memory
 from .attention_tiles import (
     LN_2,
     LOG2_E,
@@ -25,6 +26,7 @@ from .attention_tiles import (
     row_phases,
     score_tile,
     strip_width,
+    visible_end,
     visible_tile,
 )
 from .flash_ops import (
@@ -109,9 +111,7 @@ def row_walk(
     )
     rows = (t < n_rows)[:, None]
     queries = tl.load(q_at + t[:, None].to(tl.int64) * q_t + e[None, :], mask=rows & (e < D)[None, :], other=0.0)
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     plan_at = plan
     if PLAN:
@@ -181,9 +181,7 @@ def column_walk(
     q_at, k_at, strip_at, dense_at, slope = _head_pointers(
         q, k, strip, dense, slopes, b, h, reach, q_b, q_h, k_b, k_h, dense_b, dense_h, REP, SLOPE, TABLE
     )
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, _, _, _, hi = row_phases(n0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     plan_at = plan
     if PLAN:
@@ -251,9 +249,7 @@ def cell_walk(
     rows = (t < n_rows)[:, None]
     queries = tl.load(q_at + t[:, None].to(tl.int64) * q_t + e[None, :], mask=rows & (e < D)[None, :], other=0.0)
     norm = tl.load(lse + tl.program_id(0).to(tl.int64) * n_rows + t, mask=t < n_rows, other=float("inf")) * LOG2_E
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, _, _, _, _, hi = key_phases(m0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK)
     lo, hi = tl.maximum(lo, from_key // BLOCK), tl.minimum(hi, (to_key + BLOCK - 1) // BLOCK)
     plan_at = plan
@@ -298,6 +294,7 @@ def _launch(
 ) -> None:
     plan = o.column_plan if kernel is column_walk else o.row_plan
     warps, stages = (WARPS, STAGES) if q.shape[3] <= 128 else (8, 1)
+    stages = stages if shared_memory(q.device) >= H200_SHARED_MEMORY else 1
     kernel[grid](
         q, k, *results, *tensors(o, q, None, plan, make_strip(o)), *numbers(o, q.shape[2], k.shape[2]), *q.stride()[:3],
         *k.stride()[:3], *dense_strides(o.dense), *plan_strides(plan), *extra, N_HEADS=q.shape[1],
@@ -330,7 +327,7 @@ def push_columns(q: Tensor, k: Tensor, lse: Tensor, x: Tensor, o: Options) -> Te
     """x A for x (B, H, N, T) → (B, H, N, S)."""
     q, k, lse = q.contiguous(), k.contiguous(), lse.contiguous()
     out = q.new_empty(*x.shape[:3], k.shape[2])
-    carried = 16 if x.shape[2] <= 16 else 64
+    carried = 16 if x.shape[2] <= 16 or shared_memory(q.device) < H200_SHARED_MEMORY else 64
     grid = (q.shape[0] * q.shape[1], -(-k.shape[2] // BLOCK), -(-x.shape[2] // carried))
     extra = (*x.stride(), x.shape[2])
     _launch(column_walk, grid, q, k, o, (lse, x, out), extra, CARRIED=carried)

@@ -105,11 +105,6 @@ def _masks(o: Options, q: Tensor, ranges: Tensor | None) -> tuple[Tensor, ...]:
     return tuple(q if x is None else x for x in (o.lengths, o.q_docs, o.k_docs, ranges, o.seed))
 
 
-def _dropout(o: Options) -> tuple[int, float]:
-    """The threshold below which a weight is dropped, and the factor of the others."""
-    return int(o.dropout * (1 << 31)), 1 / (1 - o.dropout) if o.dropout < 1 else 0.0
-
-
 @torch.library.custom_op("regard::xl_forward", mutates_args=())
 def xl_forward(
     q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor, lengths: Tensor | None, q_docs: Tensor | None,
@@ -129,9 +124,9 @@ def _forward(q_u: Tensor, q_v: Tensor, k: Tensor, v: Tensor, r: Tensor, o: Optio
     first, last = phases_over_keys(o, n_keys, block)
     kernels.forward[(n_batch * n_heads, -(-n_rows // block))](
         q_u, q_v, k, v, r, out, lse, *_masks(o, q_u, _ranges(o.q_docs, o.k_docs, block)), n_rows, n_keys, r.shape[1],
-        low, o.offset, o.left, o.right, o.scale, *_dropout(o), *q_u.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        *out.stride()[:3], N_HEADS=n_heads, REP=n_heads // k.shape[1], D=d, DV=dv, **_flags(o), DROPOUT=o.dropout > 0,
-        FIRST=first, LAST=last, BLOCK=block, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
+        low, o.offset, o.left, o.right, o.scale, *o.dropout_numbers(), *q_u.stride()[:3], *k.stride()[:3],
+        *v.stride()[:3], *out.stride()[:3], N_HEADS=n_heads, REP=n_heads // k.shape[1], D=d, DV=dv, **_flags(o),
+        DROPOUT=o.dropout > 0, FIRST=first, LAST=last, BLOCK=block, BLOCK_D=padded_width(d), BLOCK_V=padded_width(dv),
         **_launch_options("forward", q_u, v)
     )  # fmt: skip
     return out, lse
@@ -192,7 +187,7 @@ def _chunk_gradients(
     w_h, x_h = height * width, (height + block) * width  # numbers per head of ``weights`` and ``turned``
     flags = {**_flags(o), "BLOCK": block, "BLOCK_D": padded_width(d), "D": d}
     sizes, places = (n_rows, n_keys, r.shape[1], low), (o.offset, o.left, o.right, o.scale)
-    dropout = (*_dropout(o), o.first_row, o.first_key, o.first_head)
+    dropout = (*o.dropout_numbers(), o.first_row, o.first_key, o.first_head)
     first, last = phases_over_keys(o, n_keys, block)
     kernels.backward_rows[(n_batch * n_heads, width // block)](
         q_u, q_v, k, v, r, out, lse, d_out, row_dot, d_qu, d_qv, weights, turned, *_masks(o, q_u, ranges), *sizes,

@@ -19,7 +19,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_tiles import LN_2, LOG2_E, LOWEST, keep_tile, key_phases, row_phases, visible_tile
+from .attention_tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    keep_tile,
+    key_phases,
+    phase_of,
+    row_phases,
+    visible_end,
+    visible_tile,
+)
 
 # Triton must not compile another kernel when one of these becomes divisible by 16.
 _VARYING = ["threshold", "first_row", "first_key", "first_head", "low", "n_distances", "offset"]
@@ -93,9 +103,7 @@ def _block_range(
     DOCS: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The end of the keys of text b, and the blocks of keys that a block of queries walks over, as phases."""
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, edge_1, edge_2, _, _, hi = key_phases(
         block * BLOCK, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK
     )
@@ -132,14 +140,7 @@ def forward(
     first = -m0 - offset - low  # row of r for the distance between key 0 and query m0
     before = _position_scores(of_v, r_at, first + (lo - 1) * BLOCK, n_distances, D, BLOCK, BLOCK_D)
     for PHASE in tl.static_range(FIRST, LAST):
-        start, stop = lo, hi
-        if not DOCS:
-            if PHASE == 0:
-                stop = edge_1
-            elif PHASE == 1:
-                start, stop = edge_1, edge_2
-            else:
-                start = edge_2
+        start, stop = phase_of(lo, edge_1, edge_2, hi, hi, hi, PHASE, DOCS)
         for at in tl.range(start, stop):
             j = at * BLOCK + a
             keys = _load_rows(k_at, j, n_keys, k_s, D, BLOCK_D)
@@ -211,14 +212,7 @@ def backward_rows(
     before = _position_scores(of_v, r_at, first + (lo - 1) * BLOCK, n_distances, D, BLOCK, BLOCK_D)
     d_before = tl.zeros_like(before)
     for PHASE in tl.static_range(FIRST, LAST):
-        start, stop = lo, hi
-        if not DOCS:
-            if PHASE == 0:
-                stop = edge_1
-            elif PHASE == 1:
-                start, stop = edge_1, edge_2
-            else:
-                start = edge_2
+        start, stop = phase_of(lo, edge_1, edge_2, hi, hi, hi, PHASE, DOCS)
         for at in tl.range(start, stop):
             j = at * BLOCK + a
             keys = _load_rows(k_at, j, n_keys, k_s, D, BLOCK_D)
@@ -276,9 +270,7 @@ def backward_keys(
     n0, b64, g64, a = block * BLOCK, b.to(tl.int64), g.to(tl.int64), tl.arange(0, BLOCK)
     j, e, f = n0 + a, tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     values = _load_rows(v + b64 * v_b + g64 * v_h, j, n_keys, v_s, DV, BLOCK_V)
-    key_end = n_keys
-    if LENGTHS:
-        key_end = tl.minimum(n_keys, tl.load(lengths + b).to(tl.int32))
+    key_end = visible_end(lengths, b, n_keys, LENGTHS)
     lo, edge_1, edge_2, edge_3, hi = row_phases(
         n0, offset, left, right, 0, n_rows, key_end, LEFT, RIGHT, False, BLOCK, BLOCK
     )
@@ -293,14 +285,7 @@ def backward_keys(
         q_at, g_at = q_u + b64 * q_b + h64 * q_h, d_out + b64 * g_b + h64 * g_h
         w_at = weights_t + line * w_h + j[:, None].to(tl.int64) * width + a[None, :]
         for PHASE in tl.static_range(FIRST, LAST):
-            start, stop = lo, hi
-            if not DOCS:
-                if PHASE == 1:
-                    start, stop = edge_1, edge_2
-                elif PHASE == 2:
-                    start, stop = edge_2, edge_3
-                else:
-                    start = edge_3
+            start, stop = phase_of(lo, edge_1, edge_2, edge_3, hi, hi, PHASE, DOCS)
             for at in tl.range(start, stop):
                 t = at * BLOCK + a
                 weights = tl.load(w_at + at * BLOCK)
