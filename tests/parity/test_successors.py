@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import regard
 from regard.config import ModelConfig
+from regard.errors import BadModelFile
 from regard.generation import generate
 from regard.hub import read_config, write_config
 from regard.hub.families import BY_TYPE
@@ -385,6 +387,22 @@ def test_a_state_space_model_with_biases(tmp_path: Path) -> None:
     }.items():
         ours, tokens = twins(theirs, tmp_path / name).ours, torch.randint(3, 41, (2, 11))
         close(ours(tokens), theirs(tokens).logits)
+
+
+def test_no_limit_of_time_steps_in_either_spelling(tmp_path: Path) -> None:
+    """Before version 5, transformers wrote Infinity, which is not JSON."""
+    model_class, config_class, fields = CASES["mamba2"]
+    theirs = tiny(model_class, config_class(**fields))
+    theirs.save_pretrained(tmp_path)
+    file, tokens = tmp_path / "config.json", torch.randint(3, 41, (2, 11))
+    read = json.loads(file.read_text(encoding="utf-8"))
+    for limit in ("Infinity", '{"__float__": "Infinity"}'):
+        file.write_text(json.dumps(read | {"time_step_limit": [0.0, "x"]}).replace('"x"', limit), encoding="utf-8")
+        with torch.no_grad():
+            close(regard.load(tmp_path)(tokens), theirs(tokens).logits)
+    file.write_text(json.dumps(read).replace("1e-05", "Infinity"), encoding="utf-8")
+    with pytest.raises(BadModelFile, match="norm_eps"):
+        regard.load(tmp_path)
 
 
 def test_generation_is_theirs(tmp_path: Path) -> None:
