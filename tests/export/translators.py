@@ -30,9 +30,9 @@ def pairs(count: int = 60) -> tuple[tuple[str, str], ...]:
 def tokenizers(joint: bool) -> tuple[Tokenizer, Tokenizer]:
     sources, targets = zip(*pairs(), strict=True)
     if joint:
-        both = train_tokenizer([text for pair in pairs() for text in pair], "bpe", 360)
+        both = train_tokenizer([text for pair in pairs() for text in pair], "bpe", 360, "eos")
         return both, both
-    return train_tokenizer(sources, "bpe", 360), train_tokenizer(targets, "bpe", 360)
+    return train_tokenizer(sources, "bpe", 360, "eos"), train_tokenizer(targets, "bpe", 360, "eos")
 
 
 def translator(joint: bool = True, **fields: Any) -> Model:

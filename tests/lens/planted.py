@@ -34,7 +34,7 @@ def en_ko_translator(preset: str = "transformer-base", kind: str = "bpe") -> Mod
     """Untrained, but with tokenizers that know the corpus."""
     pairs = [(x.source, x.target) for x in islice(examples(open_corpus("en-ko"), "train"), 400)]
     size = 500 if kind == "bpe" else None
-    source, target = (train_tokenizer(texts, kind, size) for texts in zip(*pairs, strict=True))  # type: ignore[arg-type]
+    source, target = (train_tokenizer(side, kind, size, "eos") for side in zip(*pairs, strict=True))  # type: ignore[arg-type]
     sizes = {"vocab_size": source.size, "target_vocab_size": target.size}
     return made(preset, Processor(source=source, target=target), **sizes)
 
