@@ -13,7 +13,7 @@ from regard.data import open_corpus
 from regard.models import Model, build
 from regard.text.processor import Processor
 from regard.text.tokenizer import Tokenizer
-from regard.text.tokenizer_training import train_pair, train_tokenizer
+from regard.text.tokenizer_training import train_tokenizer
 
 QUICK: dict[str, Any] = {"n_shapes": 6, "compiled": False}  # of an export's certificate
 
@@ -28,7 +28,11 @@ def pairs(count: int = 60) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def tokenizers(joint: bool) -> tuple[Tokenizer, Tokenizer]:
-    return train_pair(pairs(), "bpe", 360, joint=joint)
+    sources, targets = zip(*pairs(), strict=True)
+    if joint:
+        both = train_tokenizer([text for pair in pairs() for text in pair], "bpe", 360, "eos")
+        return both, both
+    return train_tokenizer(sources, "bpe", 360, "eos"), train_tokenizer(targets, "bpe", 360, "eos")
 
 
 def translator(joint: bool = True, **fields: Any) -> Model:

@@ -65,9 +65,8 @@ def test_several_ends_and_no_padding(tmp_path: Path, kind: str) -> None:
 
 
 def test_every_end_token_ends_a_text(tmp_path: Path) -> None:
-    """Those of config.json, and those that only generation_config.json names."""
-    folder = directory("llama", tmp_path / "theirs", eos_token_id=[3, 4])
-    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    folder = directory("llama", tmp_path / "theirs", eos_token_id=3)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4, 5]}')
     model = load(load(folder).save(tmp_path / "ours"))
     assert (model.config.eos_id, model.config.more_eos_ids) == (3, (4, 5))
     for end in (3, 4, 5):
@@ -81,6 +80,8 @@ def test_every_end_token_ends_a_text(tmp_path: Path) -> None:
     [
         ("llama", {"eos_token_id": 5}, (1, 5, ())),
         ("llama", {"eos_token_id": [5, 6]}, (1, 5, (6,))),
+        ("llama", {"eos_token_id": 3}, (1, 3, ())),
+        ("llama", {"eos_token_id": [3, 5]}, (1, 3, (5,))),
         ("llama", {"eos_token_id": 10**9, "decoder_start_token_id": 7}, (1, 3, (4,))),
         ("llama", {"eos_token_id": True}, (1, 3, (4,))),
         ("bart", {"decoder_start_token_id": 7, "eos_token_id": [4, 3, 5]}, (7, 3, (4, 5))),

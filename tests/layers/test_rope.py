@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.config import RopeScalingConfig
-from regard.layers import Rope, half_to_interleaved, interleaved_to_half, rotate
+from regard.layers import Rope, rotate
 
 D_HEAD = 16
 MAX_LEN = 64
@@ -203,43 +203,6 @@ def test_gradient_is_the_inverse_rotation() -> None:
     assert torch.autograd.gradcheck(lambda t: rope(t, positions), (x,))
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_interleaved_checkpoints_give_the_same_scores(fraction: float) -> None:
-    n_heads, d_head, d_model, length = 3, 8, 10, 6
-    w_q, w_k = torch.randn(2, n_heads * d_head, d_model)
-    x, positions = torch.randn(length, d_model), torch.arange(length)
-    rope = Rope(d_head, fraction=fraction)
-
-    def heads(weight: torch.Tensor) -> torch.Tensor:
-        return (x @ weight.T).view(length, n_heads, d_head).transpose(0, 1)[None]
-
-    def interleaved(h: torch.Tensor) -> torch.Tensor:
-        """The GPT-J convention as complex numbers: each pair (2i, 2i+1) times e^{i p θ}."""
-        cos, sin = rope.angles(positions)
-        turned, rest = h[..., : rope.d_rotary], h[..., rope.d_rotary :]
-        turned = torch.view_as_complex(turned.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
-        return torch.cat((torch.view_as_real(turned).flatten(-2), rest), dim=-1)
-
-    q, k = (heads(interleaved_to_half(w, n_heads, fraction)) for w in (w_q, w_k))
-    ours = rope(q, positions) @ rope(k, positions).mT
-    expected = interleaved(heads(w_q)) @ interleaved(heads(w_k)).mT
-    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
-
-
-@settings(max_examples=30, deadline=None)
-@given(n_heads=st.integers(1, 5), quads=st.integers(1, 4), columns=st.integers(0, 3), half=st.booleans())
-def test_reordering_has_an_inverse(n_heads: int, quads: int, columns: int, half: bool) -> None:
-    shape = (n_heads * quads * 4, columns) if columns else (n_heads * quads * 4,)  # weights, and biases too
-    weight, fraction = torch.randn(shape), 0.5 if half else 1.0
-    assert torch.equal(half_to_interleaved(interleaved_to_half(weight, n_heads, fraction), n_heads, fraction), weight)
-    assert torch.equal(interleaved_to_half(half_to_interleaved(weight, n_heads, fraction), n_heads, fraction), weight)
-
-
-def test_reordering_is_the_one_of_the_papers() -> None:
-    rows = torch.arange(8.0)
-    assert interleaved_to_half(rows, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-
-
 @pytest.mark.parametrize("name", ["default", "longrope"])
 def test_survives_meta_and_assigned_weights(name: str) -> None:
     words = SCALINGS[name]
@@ -309,5 +272,3 @@ def test_bad_arguments_are_named() -> None:
         Rope(8)(torch.zeros(1, 1, 2, 6), torch.arange(2))
     with pytest.raises(ValueError, match="positions have length 3, but x has length 2"):
         Rope(8)(torch.zeros(1, 1, 2, 8), torch.arange(3))
-    with pytest.raises(ValueError, match="weight has 7 rows, which is not divisible by n_heads=2"):
-        interleaved_to_half(torch.zeros(7, 2), 2)

@@ -14,7 +14,7 @@ from regard.data.corpora import examples, open_corpus
 from regard.models import Model
 from regard.text.image_processor import ImageProcessor
 from regard.text.processor import Processor
-from regard.text.tokenizer_training import train_pair, train_tokenizer
+from regard.text.tokenizer_training import train_tokenizer
 
 
 def map_of(weights: Tensor) -> AttentionMap:
@@ -33,7 +33,8 @@ def pointing_at(targets: list[int], n_keys: int, n_heads: int = 1) -> Tensor:
 def en_ko_translator(preset: str = "transformer-base", kind: str = "bpe") -> Model:
     """Untrained, but with tokenizers that know the corpus."""
     pairs = [(x.source, x.target) for x in islice(examples(open_corpus("en-ko"), "train"), 400)]
-    source, target = train_pair(pairs, kind, 500 if kind == "bpe" else None, joint=False)  # type: ignore[arg-type]
+    size = 500 if kind == "bpe" else None
+    source, target = (train_tokenizer(side, kind, size, "eos") for side in zip(*pairs, strict=True))  # type: ignore[arg-type]
     sizes = {"vocab_size": source.size, "target_vocab_size": target.size}
     return made(preset, Processor(source=source, target=target), **sizes)
 

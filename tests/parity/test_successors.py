@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import regard
 from regard.config import ModelConfig
+from regard.errors import BadModelFile
 from regard.generation import generate
 from regard.hub import read_config, write_config
 from regard.hub.families import BY_TYPE
 from regard.hub.hf_family import ForeignFields
+from regard.models import Decoder
 
-from .common import close, refusal, tiny, twins
-from .decoder_cases import check_decoder
+from .common import check_round_trips, close, refusal, tiny, twins
+from .decoder_cases import check_decoder, compare_padded
 from .encoders import check
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -284,6 +287,7 @@ def test_older_spellings_mean_the_same() -> None:
     assert longrope.rope_scaling is not None
     assert longrope.rope_scaling.kind == "longrope"
     assert older == [longrope, longrope]
+    assert BY_TYPE["gemma"].read(ForeignFields(fields_of("gemma") | {"hidden_act": "gelu"})) == read("gemma")
     gemma = fields_of("gemma3_text turned by two bases")
     gemma |= {"rope_parameters": None, "rope_theta": 300.0, "rope_local_base_freq": 50.0}
     gemma["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
@@ -296,6 +300,21 @@ def test_older_spellings_mean_the_same() -> None:
     for pattern, layers in ((4, (0, 1, 2, 4, 5, 6)), ("LLLG", (0, 1, 2, 4, 5)), ("LG", (0, 2, 4))):
         fields = ForeignFields(exaone | {"sliding_window_pattern": pattern})
         assert BY_TYPE["exaone4"].read(fields).window_layers == layers
+
+
+@pytest.mark.parametrize("original", [4, 4096])
+def test_the_original_length_of_a_phi3(original: int, tmp_path: Path) -> None:
+    """transformers has 4096 if config.json does not name it, whatever rope_parameters say."""
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    scaling |= {"original_max_position_embeddings": 4, "rope_theta": 100.0}
+    config = hf.Phi3Config(**WIDE, rope_parameters=scaling, original_max_position_embeddings=original)
+    pair = twins(tiny(hf.Phi3ForCausalLM, config), tmp_path / "theirs")
+    assert isinstance(pair.ours, Decoder)
+    for model in (pair.theirs, check_round_trips(pair, tmp_path)):
+        compare_padded(pair.ours, model, left=False)
+    if original == 4096:
+        del pair.fields["original_max_position_embeddings"]
+        assert BY_TYPE["phi3"].read(ForeignFields(pair.fields)) == pair.ours.config
 
 
 @pytest.mark.parametrize("model_type", BY_TYPE)
@@ -368,6 +387,22 @@ def test_a_state_space_model_with_biases(tmp_path: Path) -> None:
     }.items():
         ours, tokens = twins(theirs, tmp_path / name).ours, torch.randint(3, 41, (2, 11))
         close(ours(tokens), theirs(tokens).logits)
+
+
+def test_no_limit_of_time_steps_in_either_spelling(tmp_path: Path) -> None:
+    """Before version 5, transformers wrote Infinity, which is not JSON."""
+    model_class, config_class, fields = CASES["mamba2"]
+    theirs = tiny(model_class, config_class(**fields))
+    theirs.save_pretrained(tmp_path)
+    file, tokens = tmp_path / "config.json", torch.randint(3, 41, (2, 11))
+    read = json.loads(file.read_text(encoding="utf-8"))
+    for limit in ("Infinity", '{"__float__": "Infinity"}'):
+        file.write_text(json.dumps(read | {"time_step_limit": [0.0, "x"]}).replace('"x"', limit), encoding="utf-8")
+        with torch.no_grad():
+            close(regard.load(tmp_path)(tokens), theirs(tokens).logits)
+    file.write_text(json.dumps(read).replace("1e-05", "Infinity"), encoding="utf-8")
+    with pytest.raises(BadModelFile, match="norm_eps"):
+        regard.load(tmp_path)
 
 
 def test_generation_is_theirs(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from regard.data.sources import open_source
 from regard.errors import BadData, UsageError
 from regard.text.tokenizer import SPECIAL, Tokenizer
-from regard.text.tokenizer_training import train_pair, train_tokenizer
+from regard.text.tokenizer_training import train_tokenizer
 from regard.text.unigram import train_unigram
 
 KINDS = ("chars", "bytes", "words", "bpe", "unigram")
@@ -206,17 +206,6 @@ def test_another_process_trains_the_same_files() -> None:
     )
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout) == {kind: TOKENIZERS[kind].sha256 for kind in KINDS}
-
-
-def test_joint_and_separate_vocabularies() -> None:
-    pairs = [("the cat", "고양이"), ("the dog", "개")]
-    source, target = train_pair(pairs, "chars")
-    assert source is target
-    assert source.decode(source.encode("cat 고양이")) == "cat 고양이"
-    source, target = train_pair(pairs, "chars", joint=False)
-    assert source.unk_id in source.encode("고양이")
-    assert target.encode("개")[-1] == target.eos_id
-    assert target.size == len(SPECIAL) + 4
 
 
 def test_sizes_are_kept() -> None:

@@ -65,6 +65,8 @@ def sentence_piece(folder: Path) -> None:
 
 Case = tuple[Any, Any, Any, dict[str, Any]]
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 200}
+OPT = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16}
+OPT |= {"word_embed_proj_dim": 16}
 CASES: dict[str, Case] = {
     "bert": (word_piece, hf.BertTokenizer, hf.BertModel(hf.BertConfig(**SIZES, vocab_size=22)), {}),
     "bert cased": (
@@ -74,6 +76,19 @@ CASES: dict[str, Case] = {
         {"do_lower_case": False, "tokenizer_class": "BertTokenizerFast"},
     ),
     "gpt2": (byte_level_alone, hf.GPT2Tokenizer, hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=1, n_head=2)), {}),
+    "opt": (
+        byte_level,
+        hf.GPT2Tokenizer,
+        hf.OPTForCausalLM(hf.OPTConfig(**OPT)),
+        {**dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>"), "pad_token": "<pad>", "add_bos_token": True}
+        | {"tokenizer_class": "GPT2Tokenizer"},
+    ),
+    "gpt2, both ends": (
+        byte_level_alone,
+        hf.GPT2Tokenizer,
+        hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=16, n_layer=1, n_head=2)),
+        {"add_bos_token": True, "add_eos_token": True},
+    ),
     "roberta": (byte_level, hf.RobertaTokenizer, hf.RobertaModel(hf.RobertaConfig(**SIZES, vocab_size=300)), {}),
     "t5": (sentence_piece, hf.T5Tokenizer, hf.T5ForConditionalGeneration(hf.T5Config(**T5)), {}),
 }
@@ -103,6 +118,35 @@ def test_ids_are_theirs_and_nothing_is_lost(name: str, tmp_path: Path) -> None:
             assert tokenizer.encode(text) == theirs(text)["input_ids"], text
     assert {name: (saved / name).read_bytes() for name in files} == files
     assert (saved / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("source", ["added_tokens.json", "added_tokens_decoder"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+def test_added_tokens_are_theirs(name: str, source: str, tmp_path: Path) -> None:
+    """Two that have an id, and a special one that has none."""
+    folder = directory(name, tmp_path / name)
+    size = len(CASES[name][1].from_pretrained(folder))
+    settings: dict[str, Any] = {"additional_special_tokens": ["<|end|>"], "pad_token": "<|pad|>"}
+    settings |= {"pad_token": "[PAD]"} if name == "bert" else {}
+    if source == "added_tokens.json":
+        (folder / source).write_text(json.dumps({"<new>": size, "<|end|>": size + 1}), "utf-8")
+    else:
+        new = {"content": "<new>", "lstrip": True, "normalized": False, "rstrip": False, "special": False}
+        settings[source] = {str(size): new, str(size + 1): {**new, "content": "<|end|>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8")
+    theirs, ours = CASES[name][1].from_pretrained(folder), regard.load(folder).processor.source
+    for text in ("the <new> cat<new>sat <|end|>", "a<|pad|> b<|end|>\nc"):
+        ids = theirs(text)["input_ids"]
+        assert size + 1 in ids
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_an_added_token_with_the_id_of_another_is_refused(tmp_path: Path) -> None:
+    folder = directory("bert", tmp_path / "bert")
+    (folder / "added_tokens.json").write_text('{"<new>": 30}', "utf-8")
+    with pytest.raises(BadModelFile, match="'<new>' with id 30, where 22 is the next"):
+        regard.load(folder)
 
 
 def test_vocabularies_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Strict JSON: no duplicate keys, NaN or infinity, in reading and in writing."""
+"""Strict JSON: no duplicate keys, NaN or infinite numbers, in reading and in writing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import BadModelFile
 
 __all__ = ["JsonObject", "parse_json", "to_json", "to_jsonable", "wrong_values_as_bad_file"]
+INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it; before, it wrote Infinity, which is not JSON
 _MAX_DIGITS = 50  # states of random generators have up to 39
 
 
@@ -45,8 +46,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
     """Parse the content of the file ``name`` as a JSON object.
 
-    Stricter than ``json.loads``: a repeated key, NaN, infinity, a number that is too long or too large, or a top level
-    other than an object is a BadModelFile.
+    Stricter than ``json.loads``: a repeated key, NaN, -Infinity, a number that is too long or too large, or a top level
+    other than an object is a BadModelFile. Infinity is read as an object, which no field takes for a number.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -58,7 +59,9 @@ def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
             raise ValueError(f"it names {twice!r} twice")
         return out
 
-    def refuse_constant(word: str) -> None:
+    def parse_constant(word: str) -> dict[str, str]:
+        if word == "Infinity":
+            return INFINITY
         raise ValueError(f"{word} is not a number in JSON")
 
     def parse_int(digits: str) -> int:
@@ -71,7 +74,7 @@ def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
             raise ValueError(f"{digits[:40]} is too large a number")
         return value
 
-    hooks: dict[str, Any] = {"parse_constant": refuse_constant, "parse_int": parse_int, "parse_float": parse_float}
+    hooks: dict[str, Any] = {"parse_constant": parse_constant, "parse_int": parse_int, "parse_float": parse_float}
     try:
         document = json.loads(text.decode("utf-8"), object_pairs_hook=unique, **hooks)
     except (ValueError, RecursionError) as error:

@@ -103,7 +103,7 @@ def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = N
         hint = "give prefix=… or logit_bias=… for the same texts"
         _log.warning("transformers generates with %s, which regard does not follow; %s", ", ".join(rules), hint)
     config = section_config or config.with_(**_generation_ids(config, generation or {}))
-    config = config.with_(more_eos_ids=_more_eos_ids(config, fields, generation or {}), forbidden_ids=forbidden)
+    config = config.with_(more_eos_ids=_more_eos_ids(config, generation or {}, fields), forbidden_ids=forbidden)
     return ResolvedConfig(model_type, config, family.steps(config))
 
 
@@ -128,10 +128,11 @@ def _generation_ids(config: ModelConfig, generation: Mapping[str, Any]) -> dict[
 
 
 def _more_eos_ids(config: ModelConfig, *sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """The end tokens other than eos_id, from every list of end tokens that contains it."""
-    lists = [value for fields in sources if isinstance(value := fields.get("eos_token_id"), list)]
-    ids = [index for value in lists if config.eos_id in value for index in value if isinstance(index, int)]
-    return tuple(dict.fromkeys(x for x in ids if x != config.eos_id and 0 <= x < config.output_vocab_size))
+    """The end tokens other than eos_id, from the first list of end tokens that contains it."""
+    lists = [value if isinstance(value := fields.get("eos_token_id"), list) else [value] for fields in sources]
+    ids = next((value for value in lists if config.eos_id in value), ())
+    others = dict.fromkeys(x for x in ids if isinstance(x, int) and x != config.eos_id)
+    return tuple(x for x in others if 0 <= x < config.output_vocab_size)
 
 
 def _forbidden_ids(config: ModelConfig, settings: Mapping[str, Any]) -> tuple[tuple[int, ...], list[Any]]:

@@ -7,13 +7,13 @@ from .feedforward import ACTIVATIONS, FEEDFORWARD_KINDS, GATED, OTHER_NAMES, Fee
 from .norms import NORM_KINDS, LayerNorm, LayerScale, RMSNorm, TanhGate, make_norm
 from .patches import PatchEmbedding, RegionEmbedding, VisionEmbeddings, box_geometry, interpolate_positions
 from .positions import LAYOUTS, Learned, Sinusoidal
-from .rope import Rope, half_to_interleaved, interleaved_to_half, rotate
+from .rope import Rope, rotate
 
 # fmt: off
 __all__ = [
     "ACTIVATIONS", "FEEDFORWARD_KINDS", "GATED", "LAYOUTS", "NORM_KINDS", "OTHER_NAMES", "Embeddings",
     "FeedForward", "LayerNorm", "LayerScale", "Learned", "PatchEmbedding", "RMSNorm", "RegionEmbedding", "Rope",
     "Sinusoidal", "TanhGate", "TokenEmbedding", "VisionEmbeddings", "activation_function", "box_geometry",
-    "half_to_interleaved", "interleaved_to_half", "interpolate_positions", "make_norm", "rotate",
+    "interpolate_positions", "make_norm", "rotate",
 ]
 # fmt: on

@@ -214,24 +214,3 @@ def rotated_width(d_head: int, fraction: float) -> int:
         product = f"d_head={d_head} times fraction={fraction}"
         raise ValueError(f"{product} gives {width} rotated dimensions; the number must be even and positive")
     return width
-
-
-def interleaved_to_half(weight: Tensor, n_heads: int, fraction: float = 1.0) -> Tensor:
-    """Reorder the output rows of a query or key projection from pairs (2i, 2i+1) (GPT-J) to pairs (i, i + d/2).
-
-    weight is (n_heads · D, …) or a bias (n_heads · D,). If both projections are reordered, q·k is unchanged.
-    """
-    return _reorder(weight, n_heads, fraction, lambda rows: rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2))
-
-
-def half_to_interleaved(weight: Tensor, n_heads: int, fraction: float = 1.0) -> Tensor:
-    """The inverse of ``interleaved_to_half``."""
-    return _reorder(weight, n_heads, fraction, lambda rows: rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2))
-
-
-def _reorder(weight: Tensor, n_heads: int, fraction: float, permute: Callable[[Tensor], Tensor]) -> Tensor:
-    if n_heads < 1 or weight.shape[0] % n_heads:
-        raise ValueError(f"weight has {weight.shape[0]} rows, which is not divisible by n_heads={n_heads}")
-    heads = weight.unflatten(0, (n_heads, -1))  # (H, D, …)
-    width = rotated_width(heads.shape[1], fraction)
-    return torch.cat((permute(heads[:, :width]), heads[:, width:]), dim=1).flatten(0, 1)

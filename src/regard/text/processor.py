@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..config import ModelConfig
 from ..errors import BadModelFile
-from ..foundation.jsonio import parse_json, to_json
+from ..foundation.jsonio import parse_json, to_json, wrong_values_as_bad_file
 from .chat import TEMPLATE_FILE, ChatTemplate, template_in
 from .image_processor import ImageProcessor
 from .tokenizer import MarianTokenizer, Tokenizer
@@ -138,7 +138,8 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
     for name in ("special_tokens_map.json", TOKENIZER_CONFIG):
         names |= directory.json(name) if directory.has(name) else {}
     if source is None:
-        source = read_vocabulary(directory, fields, names)
+        with wrong_values_as_bad_file(directory.root / TOKENIZER_CONFIG):
+            source = read_vocabulary(directory, fields, names)
     if target is None and config.source != "text":
         source, target = None, source
     image = None

@@ -113,23 +113,6 @@ def cached_tokenizer(
     return tokenizer
 
 
-def train_pair(
-    pairs: Iterable[tuple[str, str]],
-    kind: TokenizerKind = "bpe",
-    vocab_size: int | None = None,
-    *,
-    joint: bool = True,
-    template: Template = "eos",
-) -> tuple[Tokenizer, Tokenizer]:
-    """Train the source and target tokenizers of a translator: one ``joint`` vocabulary as in the paper, or two."""
-    pairs = list(pairs)
-    if joint:
-        both = train_tokenizer([text for pair in pairs for text in pair], kind, vocab_size, template)
-        return both, both
-    source, target = zip(*pairs, strict=True) if pairs else ((), ())
-    return train_tokenizer(source, kind, vocab_size, template), train_tokenizer(target, kind, vocab_size, template)
-
-
 def _train_chars(texts: Iterable[str], vocab_size: int | None) -> Backend:
     from tokenizers import decoders, normalizers
 

@@ -130,6 +130,8 @@ def _read_common(theirs: hf.ForeignFields, member: Member) -> dict[str, Any]:
     activation_field = "hidden_activation" if theirs.model_type in _CAPPED else "hidden_act"
     default = "gelu_pytorch_tanh" if member.features.get("norm_offset") else "silu"
     activation = theirs.activation(activation_field, default)
+    if theirs.model_type == "gemma" and activation == "gelu":
+        activation = "gelu_tanh"  # what its first files mean by gelu
     if activation not in _GATED:
         gates = ", ".join(_GATED)
         raise ValueError(f"config.json has {activation_field}={activation!r}; regard supports gates with {gates}")
@@ -429,6 +431,7 @@ def read_phi3(theirs: hf.ForeignFields) -> ModelConfig:
 def write_phi3(config: ModelConfig) -> dict[str, Any]:
     fields = _write_common(config, "phi3", _PHI3)
     fields["rope_parameters"]["partial_rotary_factor"] = config.rope_fraction
+    fields[_ORIGINAL] = fields["rope_parameters"].get(_ORIGINAL, 4096)  # transformers prefers it to the nested one
     return {**fields, "resid_pdrop": config.dropout, "embd_pdrop": config.embedding_dropout}
 
 

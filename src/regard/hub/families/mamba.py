@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ...config import ModelConfig
+from ...foundation.jsonio import INFINITY
 from .. import hf_family as hf
 from ..weight_steps import Rename, Reshape, Step
 
@@ -67,9 +68,7 @@ def write_mamba(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_mamba2(theirs: hf.ForeignFields) -> ModelConfig:
-    limit = theirs.get("time_step_limit", [0.0, math.inf])
-    if limit not in ([0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # JSON has no infinity
-        raise ValueError(f"config.json has time_step_limit={limit}; regard supports [0.0, Infinity] for mamba2")
+    theirs.only("time_step_limit", [0.0, math.inf], [0.0, INFINITY])
     ours = hf.read_fields(theirs, _FIELDS2)
     if ours["n_heads"] * ours["d_head"] != theirs.get("expand", 2) * ours["d_model"]:
         raise ValueError(

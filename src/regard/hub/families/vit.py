@@ -38,21 +38,14 @@ def square_sides(theirs: hf.ForeignFields, ours: dict[str, Any]) -> dict[str, An
 
 
 def _read_vit(theirs: hf.ForeignFields) -> ModelConfig:
-    return ModelConfig(**_read_vit_fields(theirs, _VIT_CLASSES))
-
-
-def _read_deit(theirs: hf.ForeignFields) -> ModelConfig:
-    fields = _read_vit_fields(theirs, _DEIT_CLASSES)
-    has_two_heads = theirs.architecture.endswith("WithTeacher")
-    return ModelConfig(**fields, class_tokens=2, pooling="class-tokens" if has_two_heads else "first")
-
-
-def _read_vit_fields(theirs: hf.ForeignFields, classes: dict[str, str]) -> dict[str, Any]:
-    ours = square_sides(theirs, hf.read_fields(theirs, _FIELDS))
+    ours, classes = square_sides(theirs, hf.read_fields(theirs, _FIELDS)), _VIT_CLASSES
     theirs.only("pooler_act", "tanh", "relu")
     theirs.only("pooler_output_size", None, ours["d_model"])
+    if theirs.model_type == "deit":
+        classes, has_two_heads = _DEIT_CLASSES, theirs.architecture.endswith("WithTeacher")
+        ours |= {"class_tokens": 2, "pooling": "class-tokens" if has_two_heads else "first"}
     head = hf.read_head(theirs, classes, pooler=theirs.get("pooler_act", "tanh"), class_pooler="none")
-    return {**ours, **head, "activation": theirs.activation("hidden_act", "gelu")}
+    return ModelConfig(**ours, **head, activation=theirs.activation("hidden_act", "gelu"))
 
 
 def _write_vit(config: ModelConfig, model_type: str = "vit", classes: dict[str, str] = _VIT_CLASSES) -> dict[str, Any]:
@@ -104,11 +97,8 @@ def _embedding_steps(config: ModelConfig, prefix: str) -> list[Step]:
 
 VIT = hf.Family(("vit",), _read_vit, _write_vit, partial(_steps, base="vit"))
 DEIT = hf.Family(
-    ("deit",), _read_deit, partial(_write_vit, model_type="deit", classes=_DEIT_CLASSES), partial(_steps, base="deit")
+    ("deit",), _read_vit, partial(_write_vit, model_type="deit", classes=_DEIT_CLASSES), partial(_steps, base="deit")
 )
-
-
-# --------------------------------------------------------------------------------------------------- DINOv2
 
 
 def _dino_classes(model_type: str) -> dict[str, str]:
@@ -178,9 +168,6 @@ def _dino_steps(config: ModelConfig) -> list[Step]:
 
 
 DINO = hf.Family(("dinov2", _WITH_REGISTERS), _read_dino, _write_dino, _dino_steps)
-
-
-# --------------------------------------------------------------------------------------------------- Swin
 
 _SWIN_CLASSES = {"SwinModel": "none", "SwinForImageClassification": "classify"}
 _SWIN_FIELDS = hf.field_names("swin")
