@@ -27,6 +27,7 @@ from regard.data.sources import Source, open_source
 from regard.data.splits import sha256_of
 from regard.data.table_files import _BINARY, read_lines
 from regard.errors import BadData, RegardError, UsageError
+from regard.text.image_processor import ImageProcessor
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -624,23 +625,24 @@ def test_pixels_are_turned_resized_and_laid_on_white(tmp_path: Path) -> None:
     assert pixels_of(path).shape == (8, 4, 3)
     clear = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
     assert pixels_of(clear, channels=1).min() == 255
-    assert pixels_of(np.zeros((4, 4), np.uint8), size=2, channels=3).shape == (2, 2, 3)
+    assert pixels_of(np.zeros((4, 4), np.uint8), channels=3).shape == (4, 4, 3)
 
 
 def test_image_batches_are_a_function_of_seed_epoch_and_index() -> None:
     rng = np.random.default_rng(0)
     examples = [ImageExample(rng.integers(0, 256, (8, 8), dtype=np.uint8)) for _ in range(6)]
-    plain = image_batch(examples, [0, 3], size=8, channels=1, mean=(0.25,), std=(0.5,))
+    processor = ImageProcessor((8, 8), (0.25,), (0.5,))
+    plain = image_batch(examples, [0, 3], processor)
     assert plain.shape == (2, 1, 8, 8)
     np.testing.assert_allclose(plain[1, 0].numpy(), (examples[3].image / 255 - 0.25) / 0.5, rtol=1e-5, atol=1e-6)
-    options: dict[str, Any] = {"size": 8, "channels": 1, "shift": 2, "flip": True, "seed": 7}
-    alone, together = (image_batch(examples, rows, epoch=1, **options) for rows in ([3], [0, 3, 5]))
+    options: dict[str, Any] = {"shift": 2, "flip": True, "seed": 7}
+    alone, together = (image_batch(examples, rows, processor, epoch=1, **options) for rows in ([3], [0, 3, 5]))
     assert alone[0].equal(together[1])
-    epochs = [image_batch(examples, range(6), epoch=epoch, **options) for epoch in range(4)]
+    epochs = [image_batch(examples, range(6), processor, epoch=epoch, **options) for epoch in range(4)]
     assert not any(epochs[0].equal(other) for other in epochs[1:])
     for moved in epochs:  # nothing is invented: every value stands in the original
         for n in range(6):
-            originals = image_batch(examples, [n], size=8, channels=1)
+            originals = image_batch(examples, [n], processor)
             assert set(moved[n].flatten().tolist()) <= set(originals.flatten().tolist())
 
 
@@ -738,7 +740,7 @@ def test_the_embedded_corpora_open_by_name(name: str, kind: str, others: list[st
     assert isinstance(first, {"pairs": Pair, "captions": ImageExample, "text": Text}[kind])
     if isinstance(first, ImageExample):
         assert first.captions
-        assert image_batch(source.train, [0, 1], size=64).shape == (2, 3, 64, 64)
+        assert image_batch(source.train, [0, 1], ImageProcessor((64, 64))).shape == (2, 3, 64, 64)
     if name != "stdlib":
         assert open_source(name, epoch_examples=21).split.train_sha256 != source.split.train_sha256
 
