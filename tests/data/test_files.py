@@ -9,8 +9,9 @@ import logging
 import struct
 import sys
 import types
+import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from PIL import Image
 from regard.config import DataConfig
 from regard.data.describe import describe
 from regard.data.examples import ImageExample, Labelled, Pair, ReadReport, Text, key_of
-from regard.data.images import image_batch, pixels_of, read_idx
+from regard.data.images import image_batch, open_upright, read_idx
 from regard.data.record_files import open_records, row_encoder
 from regard.data.sources import Source, open_source
 from regard.data.splits import sha256_of
@@ -537,6 +538,26 @@ def test_captions_in_every_form(tmp_path: Path, name: str, content: str) -> None
     assert [(x.image.name, x.captions) for x in examples] == [("a.png", ("one", "two")), ("b.png", ("three",))]
 
 
+def test_names_of_files_in_decomposed_hangul(tmp_path: Path) -> None:
+    """As archives from macOS have them: in folders and files, and in tables that name them either way."""
+    forms: list[Literal["NFC", "NFD"]] = ["NFC", "NFD"]
+    for on_disk, folder in zip(forms, ("composed", "decomposed"), strict=True):
+        names = [unicodedata.normalize(on_disk, f"{label}/사진{n}.png") for label in ("고양이", "개") for n in range(4)]
+        for number, name in enumerate(names):
+            picture(tmp_path / folder / "images" / name, (8, 9 + number))
+        of_folder = open_source(tmp_path / folder / "images", valid_fraction=0.5)
+        assert of_folder.labels == ("개", "고양이")
+        assert len(everything(of_folder)) == 8
+        for written in forms:
+            rows = [f"{unicodedata.normalize(written, name)},{'ab'[n // 4]}\n" for n, name in enumerate(names)]
+            table = write(tmp_path / folder / f"{written}.csv", f"image,label\n{''.join(rows)}")
+            of_table = open_source(table, valid_fraction=0.5)
+            images = [x.image for x in everything(of_table)]
+            assert sorted(images) == sorted(tmp_path / folder / "images" / name for name in names)
+            records = list(open_records(table, images=True).read())  # found in the folder "images", as in training
+            assert [Path(x.text) for x in records] == [tmp_path / folder / "images" / name for name in names]
+
+
 def test_unusable_images_are_bad_lines(tmp_path: Path) -> None:
     picture(tmp_path / "good.png")
     picture(tmp_path / "huge.png", (300, 300))
@@ -622,10 +643,10 @@ def test_pixels_are_turned_resized_and_laid_on_white(tmp_path: Path) -> None:
     exif = image.getexif()
     exif[0x0112] = 6
     image.save(path, exif=exif)
-    assert pixels_of(path).shape == (8, 4, 3)
+    assert (open_upright(path).size, open_upright(path).mode) == ((4, 8), "RGB")
     clear = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
-    assert pixels_of(clear, channels=1).min() == 255
-    assert pixels_of(np.zeros((4, 4), np.uint8), channels=3).shape == (4, 4, 3)
+    assert open_upright(clear, channels=1).getextrema() == (255, 255)
+    assert all(open_upright(np.zeros(shape, np.uint8)).mode == "RGB" for shape in ((4, 4), (4, 4, 1), (4, 4, 3)))
 
 
 def test_image_batches_are_a_function_of_seed_epoch_and_index() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
+import unicodedata
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -40,6 +44,24 @@ def open_image(file: Path | IO[bytes], formats: tuple[str, ...] = IMAGE_FORMATS)
     return image
 
 
+def find_image(folder: Path, name: str) -> Path:
+    """The file ``name`` of a folder; names are compared in NFC, because macOS decomposes Hangul."""
+    path = folder / name
+    if name.isascii() or os.path.exists(path):
+        return path
+    path = folder
+    for part in Path(name).parts:
+        names = {} if os.path.lexists(path / part) or not path.is_dir() else _names(path, path.stat().st_mtime_ns)
+        path /= names.get(unicodedata.normalize("NFC", part), part)
+    return path
+
+
+@lru_cache(maxsize=8)
+def _names(folder: Path, changed: int) -> dict[str, str]:
+    """The names in a folder by their NFC; ``changed`` is when that last changed."""
+    return {unicodedata.normalize("NFC", name): name for name in os.listdir(folder)}
+
+
 def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
     """What is wrong with an image file, or None. Its size is checked before anything is decoded."""
     from PIL import Image
@@ -64,41 +86,25 @@ def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
 
 def open_upright(image: Path | Image | NDArray[np.uint8], channels: int = 3) -> Image:
     """An image in grey or RGB, rotated by EXIF orientation; what is transparent becomes white."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     if isinstance(image, np.ndarray):
         image = Image.fromarray(image[:, :, 0] if image.shape[2:] == (1,) else image)
-    if not isinstance(image, Path):
-        return _decode(image, channels)
     try:
-        with open_image(image) as picture:
-            return _decode(picture, channels)
+        with open_image(image) if isinstance(image, Path) else nullcontext(image) as opened:
+            picture = eight_bit(ImageOps.exif_transpose(opened))
+            if picture.has_transparency_data:  # the colours of transparent pixels are arbitrary
+                white = Image.new("RGBA", picture.size, "white")
+                picture = Image.alpha_composite(white, picture.convert("RGBA"))
+            return picture.convert("L" if channels == 1 else "RGB")
     except (OSError, ValueError, SyntaxError, BadData, Image.DecompressionBombError) as error:
         raise BadData(f"{image} cannot be decoded: {error}") from None
 
 
-def pixels_of(image: Path | Image | NDArray[np.uint8], channels: int = 3) -> NDArray[np.uint8]:
-    """The uint8 pixels (height, width, channels) of ``open_upright``."""
-    picture = open_upright(image, channels)
-    return np.asarray(picture, dtype=np.uint8).reshape(picture.height, picture.width, channels)
-
-
 def has_colours(image: Path | Image | NDArray[np.uint8]) -> bool:
     """Whether the channels of an image differ anywhere; a grey image may be stored as RGB."""
-    if isinstance(image, np.ndarray) and (image.ndim == 2 or image.shape[2] == 1):
-        return False
-    pixels = pixels_of(image)
+    pixels = np.asarray(open_upright(image))
     return bool((pixels != pixels[:, :, :1]).any())
-
-
-def _decode(picture: Image, channels: int) -> Image:
-    from PIL import Image, ImageOps
-
-    picture = eight_bit(ImageOps.exif_transpose(picture))
-    if picture.has_transparency_data:  # composite onto white: the colours of transparent pixels are arbitrary
-        white = Image.new("RGBA", picture.size, "white")
-        picture = Image.alpha_composite(white, picture.convert("RGBA"))
-    return picture.convert("L" if channels == 1 else "RGB")
 
 
 def image_batch(

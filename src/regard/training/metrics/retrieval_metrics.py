@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .statistics import Floats, MetricResult, Statistics, mean_statistics
+from .statistics import Floats, MetricResult
 
 CUTOFFS = (1, 5, 10)
 _MAX_SIMILARITIES = 1 << 24  # similarities computed at once
@@ -29,11 +29,6 @@ def retrieval_metrics(ranks: NDArray[np.int64]) -> dict[str, float]:
     """Recall at 1, 5 and 10, and the mean reciprocal rank (Voorhees 1999)."""
     recalls = {f"recall_{k}": float((ranks <= k).mean()) for k in CUTOFFS}
     return {**recalls, "mrr": float((1 / ranks).mean())}
-
-
-def rank_statistics(outputs: Sequence[str], references: Sequence[str]) -> Statistics:
-    """Recall at 1 of each query, for paired comparisons."""
-    return mean_statistics("recall_1", [a == b for a, b in zip(outputs, references, strict=True)])
 
 
 def answer_words(text: str) -> list[str]:
@@ -55,11 +50,6 @@ def answer_f1(outputs: Sequence[str], references: Sequence[str]) -> NDArray[np.f
         common = (answer & expected).total()
         scores.append(2 * common / (answer.total() + expected.total()) if answer or expected else 1.0)
     return np.array(scores, np.float64)
-
-
-def exactness_statistics(outputs: Sequence[str], references: Sequence[str]) -> Statistics:
-    """Exact match of each answer, for paired comparisons."""
-    return mean_statistics("exact", answer_exactness(outputs, references))
 
 
 @dataclass(frozen=True)

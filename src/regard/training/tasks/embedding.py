@@ -21,8 +21,8 @@ from ...models import Model
 from ...models.components import embed_states
 from ...text.processor import Processor
 from ..loss import Batch
-from ..metrics.retrieval_metrics import rank_statistics, ranks_of, retrieval_metrics
-from ..metrics.statistics import Statistics
+from ..metrics.retrieval_metrics import ranks_of, retrieval_metrics
+from ..metrics.statistics import Statistics, mean_statistics
 from ..precision import Precision
 from .task import MAX_TOKENIZER_TEXTS, ExampleResult, Scores, Task
 
@@ -161,7 +161,7 @@ class Embed(Task):
         return Scores(len(rows), metrics, rows, n_tokens, seconds, losses=(losses, counts))
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        return [rank_statistics(outputs, references)]
+        return [mean_statistics("recall_1", [a == b for a, b in zip(outputs, references, strict=True)])]
 
 
 def sides_of(example: Example) -> tuple[str, ...]:

@@ -17,8 +17,8 @@ from ...generation.generate import generate
 from ...models import Model
 from ...text.processor import Processor
 from ..loss import Batch
-from ..metrics.retrieval_metrics import answer_exactness, answer_f1, exactness_statistics
-from ..metrics.statistics import Statistics
+from ..metrics.retrieval_metrics import answer_exactness, answer_f1
+from ..metrics.statistics import Statistics, mean_statistics
 from .task import MAX_TOKENIZER_TEXTS, AnswerResults, ExampleResult, SkippedExamples
 from .translation import Translate, encode_with_end
 
@@ -132,4 +132,4 @@ class AnswerQuestions(Translate):
         return outputs
 
     def answer_statistics(self, outputs: list[str], references: list[Any]) -> list[Statistics]:
-        return [exactness_statistics(outputs, references)]
+        return [mean_statistics("exact", answer_exactness(outputs, references))]
