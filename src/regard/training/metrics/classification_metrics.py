@@ -160,10 +160,8 @@ class RegressionScores(MetricResult):
 
 def regression(predicted: Floats, truth: Floats) -> RegressionScores:
     """Pearson's r, Spearman's ρ (ties share their mean rank), and the mean squared error."""
-    pearson, spearman = (
-        float(np.asarray(_pearson(_moments(*xy).sum(0))))
-        for xy in ((predicted, truth), (_ranks(predicted), _ranks(truth)))
-    )
+    pairs = (predicted, truth), (_ranks(predicted), _ranks(truth))
+    pearson, spearman = (regression_statistics(*pair)[0].corpus() for pair in pairs)
     return RegressionScores(pearson, spearman, float(((predicted - truth) ** 2).mean()))
 
 

@@ -80,11 +80,8 @@ class Ranks:
     best_text: NDArray[np.int64]  # the nearest text of each image
 
     def scores(self) -> RetrievalScores:
-        text_1, text_5, text_10, image_1, image_5, image_10 = shares = [
-            float((ranks < k).mean()) for ranks in (self.images, self.texts) for k in CUTOFFS
-        ]
-        sizes = len(self.images), len(self.texts)
-        return RetrievalScores(*sizes, text_1, text_5, text_10, image_1, image_5, image_10, float(np.mean(shares)))
+        recalls = [float((ranks < k).mean()) for ranks in (self.images, self.texts) for k in CUTOFFS]
+        return RetrievalScores(len(self.images), len(self.texts), *recalls, mean_recall=float(np.mean(recalls)))
 
 
 def retrieval_ranks(images: Floats, texts: Floats, owner: NDArray[np.int64]) -> Ranks:
