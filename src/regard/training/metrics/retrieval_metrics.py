@@ -81,7 +81,8 @@ class Ranks:
 
     def scores(self) -> RetrievalScores:
         recalls = [float((ranks < k).mean()) for ranks in (self.images, self.texts) for k in CUTOFFS]
-        return RetrievalScores(len(self.images), len(self.texts), *recalls, mean_recall=float(np.mean(recalls)))
+        values = [*recalls, float(np.mean(recalls))]
+        return RetrievalScores(len(self.images), len(self.texts), *values)
 
 
 def retrieval_ranks(images: Floats, texts: Floats, owner: NDArray[np.int64]) -> Ranks:
