@@ -9,8 +9,9 @@ import logging
 import struct
 import sys
 import types
+import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -21,12 +22,13 @@ from PIL import Image
 from regard.config import DataConfig
 from regard.data.describe import describe
 from regard.data.examples import ImageExample, Labelled, Pair, ReadReport, Text, key_of
-from regard.data.images import image_batch, pixels_of, read_idx
+from regard.data.images import image_batch, open_upright, read_idx
 from regard.data.record_files import open_records, row_encoder
 from regard.data.sources import Source, open_source
 from regard.data.splits import sha256_of
 from regard.data.table_files import _BINARY, read_lines
 from regard.errors import BadData, RegardError, UsageError
+from regard.text.image_processor import ImageProcessor
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -536,6 +538,26 @@ def test_captions_in_every_form(tmp_path: Path, name: str, content: str) -> None
     assert [(x.image.name, x.captions) for x in examples] == [("a.png", ("one", "two")), ("b.png", ("three",))]
 
 
+def test_names_of_files_in_decomposed_hangul(tmp_path: Path) -> None:
+    """As archives from macOS have them: in folders and files, and in tables that name them either way."""
+    forms: list[Literal["NFC", "NFD"]] = ["NFC", "NFD"]
+    for on_disk, folder in zip(forms, ("composed", "decomposed"), strict=True):
+        names = [unicodedata.normalize(on_disk, f"{label}/사진{n}.png") for label in ("고양이", "개") for n in range(4)]
+        for number, name in enumerate(names):
+            picture(tmp_path / folder / "images" / name, (8, 9 + number))
+        of_folder = open_source(tmp_path / folder / "images", valid_fraction=0.5)
+        assert of_folder.labels == ("개", "고양이")
+        assert len(everything(of_folder)) == 8
+        for written in forms:
+            rows = [f"{unicodedata.normalize(written, name)},{'ab'[n // 4]}\n" for n, name in enumerate(names)]
+            table = write(tmp_path / folder / f"{written}.csv", f"image,label\n{''.join(rows)}")
+            of_table = open_source(table, valid_fraction=0.5)
+            images = [x.image for x in everything(of_table)]
+            assert sorted(images) == sorted(tmp_path / folder / "images" / name for name in names)
+            records = list(open_records(table, images=True).read())  # found in the folder "images", as in training
+            assert [Path(x.text) for x in records] == [tmp_path / folder / "images" / name for name in names]
+
+
 def test_unusable_images_are_bad_lines(tmp_path: Path) -> None:
     picture(tmp_path / "good.png")
     picture(tmp_path / "huge.png", (300, 300))
@@ -621,26 +643,27 @@ def test_pixels_are_turned_resized_and_laid_on_white(tmp_path: Path) -> None:
     exif = image.getexif()
     exif[0x0112] = 6
     image.save(path, exif=exif)
-    assert pixels_of(path).shape == (8, 4, 3)
+    assert (open_upright(path).size, open_upright(path).mode) == ((4, 8), "RGB")
     clear = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
-    assert pixels_of(clear, channels=1).min() == 255
-    assert pixels_of(np.zeros((4, 4), np.uint8), size=2, channels=3).shape == (2, 2, 3)
+    assert open_upright(clear, channels=1).getextrema() == (255, 255)
+    assert all(open_upright(np.zeros(shape, np.uint8)).mode == "RGB" for shape in ((4, 4), (4, 4, 1), (4, 4, 3)))
 
 
 def test_image_batches_are_a_function_of_seed_epoch_and_index() -> None:
     rng = np.random.default_rng(0)
     examples = [ImageExample(rng.integers(0, 256, (8, 8), dtype=np.uint8)) for _ in range(6)]
-    plain = image_batch(examples, [0, 3], size=8, channels=1, mean=(0.25,), std=(0.5,))
+    processor = ImageProcessor((8, 8), (0.25,), (0.5,))
+    plain = image_batch(examples, [0, 3], processor)
     assert plain.shape == (2, 1, 8, 8)
     np.testing.assert_allclose(plain[1, 0].numpy(), (examples[3].image / 255 - 0.25) / 0.5, rtol=1e-5, atol=1e-6)
-    options: dict[str, Any] = {"size": 8, "channels": 1, "shift": 2, "flip": True, "seed": 7}
-    alone, together = (image_batch(examples, rows, epoch=1, **options) for rows in ([3], [0, 3, 5]))
+    options: dict[str, Any] = {"shift": 2, "flip": True, "seed": 7}
+    alone, together = (image_batch(examples, rows, processor, epoch=1, **options) for rows in ([3], [0, 3, 5]))
     assert alone[0].equal(together[1])
-    epochs = [image_batch(examples, range(6), epoch=epoch, **options) for epoch in range(4)]
+    epochs = [image_batch(examples, range(6), processor, epoch=epoch, **options) for epoch in range(4)]
     assert not any(epochs[0].equal(other) for other in epochs[1:])
     for moved in epochs:  # nothing is invented: every value stands in the original
         for n in range(6):
-            originals = image_batch(examples, [n], size=8, channels=1)
+            originals = image_batch(examples, [n], processor)
             assert set(moved[n].flatten().tolist()) <= set(originals.flatten().tolist())
 
 
@@ -738,7 +761,7 @@ def test_the_embedded_corpora_open_by_name(name: str, kind: str, others: list[st
     assert isinstance(first, {"pairs": Pair, "captions": ImageExample, "text": Text}[kind])
     if isinstance(first, ImageExample):
         assert first.captions
-        assert image_batch(source.train, [0, 1], size=64).shape == (2, 3, 64, 64)
+        assert image_batch(source.train, [0, 1], ImageProcessor((64, 64))).shape == (2, 3, 64, 64)
     if name != "stdlib":
         assert open_source(name, epoch_examples=21).split.train_sha256 != source.split.train_sha256
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from generation.spoken import (
 from regard.generation import GenerateConfig, Generated, GeneratedTexts, prompts
 from regard.generation.text_codec import ModelTokenizers, split_special_tokens
 from regard.models import Model
+from regard.text.image_processor import ImageProcessor
 from regard.text.processor import Processor
 from regard.text.tokenizer import Tokenizer
 from regard.text.tokenizer_training import train_tokenizer
@@ -431,8 +433,15 @@ def test_an_image_is_seen_as_in_training(captioning: Model, tmp_path: Path) -> N
     noise = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "turned.png", exif=exif)
     paths = [tmp_path / "clear.png", tmp_path / "turned.png"]
-    as_trained = image_batch([ImageExample(path, captions=("x",)) for path in paths], [0, 1], size=16)
-    assert torch.allclose(image_pixels(captioning, paths), as_trained, atol=1e-6)
+    examples = [ImageExample(path, captions=("x",)) for path in paths]
+    assert captioning.processor is not None
+    resized = captioning.processor.image
+    cropped = ImageProcessor(20, (0.1, 0.2, 0.3), (0.5, 0.4, 0.3), resample=3, crop=(16, 16))  # as CLIP does
+    for processor in (resized, cropped):
+        captioning.processor = replace(captioning.processor, image=processor)
+        as_trained = image_batch(examples, [0, 1], processor)
+        assert image_pixels(captioning, paths).equal(as_trained)
+    captioning.processor = replace(captioning.processor, image=resized)
     assert (image_pixels(captioning, paths[0]) == 1).all()
 
 

@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import regard
 from hub.helpers import theirs
@@ -233,3 +235,34 @@ def test_a_tuned_models_learning_rate_goes_with_its_width(reader: Path) -> None:
     assert (tuned.optimiser, tuned.lr) == ("adamw", 0.0013)
     assert run_config("classify", [*words, "train.lora=2"]).train.lr == pytest.approx(0.013)
     assert run_config("classify", [*words, "train.lr=0.5", "train.lora=2"]).train.lr == 0.5
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "swin"])
+def test_images_are_prepared_in_training_and_evaluation_as_in_predictions(kind: str, tmp_path: Path) -> None:
+    """With the image processor of the directory: the shorter side resized bicubically, and the centre cropped."""
+    from transformers import Dinov2Config, Dinov2ForImageClassification, SwinConfig, SwinForImageClassification
+
+    if kind == "swin":
+        sizes: dict[str, Any] = {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2}
+        directory: Any = SwinForImageClassification(SwinConfig(image_size=16, patch_size=4, num_labels=2, **sizes))
+    else:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "mlp_ratio": 2}
+        directory = Dinov2ForImageClassification(Dinov2Config(image_size=16, patch_size=4, num_labels=2, **sizes))
+    directory.save_pretrained(tmp_path / "hf")
+    fields = {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 24}, "crop_size": 16}
+    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps(fields))
+    rng = np.random.default_rng(0)
+    for name, colour in (("red", (250, 0, 0)), ("blue", (0, 0, 250))):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for n in range(6):  # what shows the class lies in the centre of a wide picture
+            pixels = rng.integers(0, 256, (20, 60, 3), dtype=np.uint8)
+            pixels[:, 24:36] = colour
+            Image.fromarray(pixels).save(tmp_path / "data" / name / f"{name}{n}.png")
+    words = [f"data={tmp_path / 'data'}", f"train.init={tmp_path / 'hf'}", *FAST]
+    run = regard.train(run_config("classify-images", [*words, f"train.out={tmp_path / 'run'}"]), style="quiet").path
+    model = regard.load(run)
+    rows = regard.evaluate(run, tmp_path / "data").rows
+    assert len(rows) == 12
+    for row in rows:
+        image = tmp_path / "data" / row.target / row.source
+        assert regard.classify(model, image)[0].all[row.target] == pytest.approx(row.score, abs=1e-6)

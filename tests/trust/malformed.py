@@ -17,7 +17,7 @@ from PIL import Image
 
 import regard
 from regard.config.config_file import load_config_file, save_config_file
-from regard.data.images import check_image, pixels_of
+from regard.data.images import check_image, open_upright
 from regard.data.record_files import open_records
 from regard.data.sources import open_source
 from regard.experiments.sweep_report import write_report
@@ -161,7 +161,7 @@ def images(folder: Path) -> list[Target]:
 
         def read(number: int, path: Path = path) -> None:
             if check_image(path, 10**6, decode=True) is None:  # as a folder of images is read
-                pixels_of(path, 16 if number % 2 else None)
+                open_upright(path, 1 if number % 2 else 3)
 
         found.append(Target(path, spoil_bytes, read))
     return found

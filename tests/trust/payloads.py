@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from regard.cli import main
-from regard.data.images import pixels_of
+from regard.data.images import open_upright
 from regard.data.sources import open_source
 from regard.errors import RegardError
 from regard.experiments.sweep_report import write_report
@@ -194,7 +194,7 @@ def _zip_as_pickle(folder: Path, mark: Path) -> None:
 
 
 def _picture(folder: Path) -> None:
-    pixels_of(folder / "x.png")
+    open_upright(folder / "x.png")
 
 
 def named_code() -> Iterator[Attack]:

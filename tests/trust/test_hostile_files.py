@@ -17,7 +17,7 @@ from PIL import Image
 
 from regard.cli import main
 from regard.config import DataConfig, ModelConfig
-from regard.data.images import check_image, pixels_of
+from regard.data.images import check_image, open_upright
 from regard.data.sources import open_source
 from regard.errors import BadData, BadModelFile
 from regard.foundation.jsonio import parse_json
@@ -53,7 +53,7 @@ def test_eps_by_another_name_starts_no_ghostscript(
     Image.new("RGB", (8, 8)).save(folder / "y.png")
     assert "cannot identify" in str(check_image(folder / "x.png", 10**6, decode=True))
     with pytest.raises(BadData, match="cannot be decoded"):
-        pixels_of(folder / "x.png")
+        open_upright(folder / "x.png")
     assert main(["data", "describe", str(folder.parent)]) == 1
     assert "cannot be decoded" in capsys.readouterr().err
     assert not ghostscript.exists()
@@ -62,7 +62,7 @@ def test_eps_by_another_name_starts_no_ghostscript(
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "gif", "bmp", "tiff"])
 def test_every_image_format_is_read(kind: str, tmp_path: Path) -> None:
     Image.new("RGB", (3, 2), "white").save(tmp_path / f"x.{kind}")
-    assert pixels_of(tmp_path / f"x.{kind}").shape == (2, 3, 3)
+    assert open_upright(tmp_path / f"x.{kind}").size == (3, 2)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_an_image_of_one_long_column_is_refused_unread(tmp_path: Path, monkeypat
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("the picture was decoded"))
     assert check_image(tmp_path / "x.png", 10**8, decode=True) == "1 × 65536 pixels; a side has at most 65,535"
     with pytest.raises(BadData, match="a side has at most 65,535"):
-        pixels_of(tmp_path / "x.png")
+        open_upright(tmp_path / "x.png")
 
 
 @pytest.mark.promise(3, "hostile payloads: pickles, remote code, ways out of the directory, EPS, hooks, bombs")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
+import unicodedata
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import BadData
-from ..text.image_processor import MAX_SIDE, eight_bit
+from ..text.image_processor import MAX_SIDE, ImageProcessor, eight_bit
 from .examples import ImageExample
 from .hashing import bits_of, stable_key
 from .table_files import open_bytes
@@ -41,15 +44,32 @@ def open_image(file: Path | IO[bytes], formats: tuple[str, ...] = IMAGE_FORMATS)
     return image
 
 
+def find_image(folder: Path, name: str) -> Path:
+    """The file ``name`` of a folder; names are compared in NFC, because macOS decomposes Hangul."""
+    path = folder / name
+    if name.isascii() or os.path.exists(path):
+        return path
+    path = folder
+    for part in Path(name).parts:
+        names = {} if os.path.lexists(path / part) or not path.is_dir() else _names(path, path.stat().st_mtime_ns)
+        path /= names.get(unicodedata.normalize("NFC", part), part)
+    return path
+
+
+@lru_cache(maxsize=8)
+def _names(folder: Path, changed: int) -> dict[str, str]:
+    """The names in a folder by their NFC; ``changed`` is when that last changed."""
+    return {unicodedata.normalize("NFC", name): name for name in os.listdir(folder)}
+
+
 def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
     """What is wrong with an image file, or None. Its size is checked before anything is decoded."""
     from PIL import Image
 
     try:
         with open_image(path) as image:
-            width, height = image.size
-            if width * height > max_pixels:
-                return f"{width} × {height} pixels, more than max_pixels={max_pixels}"
+            if math.prod(image.size) > max_pixels:
+                return f"{image.width} × {image.height} pixels, more than max_pixels={max_pixels}"
             if decode:
                 image.load()
     except FileNotFoundError:
@@ -63,71 +83,62 @@ def check_image(path: Path, max_pixels: int, decode: bool) -> str | None:
     return None
 
 
-def pixels_of(image: Path | Image | NDArray[np.uint8], size: int | None = None, channels: int = 3) -> NDArray[np.uint8]:
-    """uint8 pixels (height, width, channels), rotated by EXIF orientation and resized to ``size`` × ``size``."""
-    from PIL import Image
+def open_upright(image: Path | Image | NDArray[np.uint8], channels: int = 3) -> Image:
+    """An image in grey or RGB, rotated by EXIF orientation; what is transparent becomes white."""
+    from PIL import Image, ImageOps
 
-    if isinstance(image, np.ndarray) and (size is None or image.shape[:2] == (size, size)):
-        pixels = image if image.ndim == 3 else image[:, :, None]
-        if pixels.shape[2] == channels:
-            return pixels
-        if pixels.shape[2] == 1:
-            return np.repeat(pixels, channels, axis=2)
-    if not isinstance(image, Path):
-        return _decode(Image.fromarray(image) if isinstance(image, np.ndarray) else image, size, channels)
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image[:, :, 0] if image.shape[2:] == (1,) else image)
     try:
-        with open_image(image) as picture:
-            return _decode(picture, size, channels)
+        with open_image(image) if isinstance(image, Path) else nullcontext(image) as opened:
+            picture = eight_bit(ImageOps.exif_transpose(opened))
+            if picture.has_transparency_data:  # the colours of transparent pixels are arbitrary
+                white = Image.new("RGBA", picture.size, "white")
+                picture = Image.alpha_composite(white, picture.convert("RGBA"))
+            return picture.convert("L" if channels == 1 else "RGB")
     except (OSError, ValueError, SyntaxError, BadData, Image.DecompressionBombError) as error:
         raise BadData(f"{image} cannot be decoded: {error}") from None
 
 
 def has_colours(image: Path | Image | NDArray[np.uint8]) -> bool:
     """Whether the channels of an image differ anywhere; a grey image may be stored as RGB."""
-    if isinstance(image, np.ndarray) and (image.ndim == 2 or image.shape[2] == 1):
-        return False
-    pixels = pixels_of(image)
+    pixels = np.asarray(open_upright(image))
     return bool((pixels != pixels[:, :, :1]).any())
-
-
-def _decode(picture: Image, size: int | None, channels: int) -> NDArray[np.uint8]:
-    from PIL import Image, ImageOps
-
-    picture = eight_bit(ImageOps.exif_transpose(picture))
-    if picture.has_transparency_data:  # composite onto white: the colours of transparent pixels are arbitrary
-        white = Image.new("RGBA", picture.size, "white")
-        picture = Image.alpha_composite(white, picture.convert("RGBA"))
-    picture = picture.convert("L" if channels == 1 else "RGB")
-    if size is not None and picture.size != (size, size):
-        picture = picture.resize((size, size), Image.Resampling.BILINEAR)
-    return np.asarray(picture, dtype=np.uint8).reshape(picture.height, picture.width, channels)
 
 
 def image_batch(
     examples: Sequence[ImageExample],
     indices: Sequence[int] | NDArray[np.int64],
+    processor: ImageProcessor,
     *,
-    size: int,
-    channels: int = 3,
-    mean: Sequence[float] = (0.5,),
-    std: Sequence[float] = (0.5,),
     shift: int = 0,
     flip: bool = False,
     seed: int = 0,
     epoch: int = 0,
 ) -> Tensor:
-    """Pixels (B, C, size, size), scaled to [0, 1] and normalised by ``mean`` and ``std``, one per channel or for all.
+    """Pixels (B, C, height, width), prepared by the processor as they are for predictions.
 
     ``shift`` translates an image randomly by up to that many pixels in each direction, repeating its edge, and ``flip``
     mirrors it with probability 1/2. Both depend only on (seed, epoch, index).
     """
     rows = [int(index) for index in indices]
-    pixels = np.stack([pixels_of(examples[index].image, size, channels) for index in rows])
+    images = [_prepare(examples[index].image, processor) for index in rows]
+    if len(sizes := {image.shape[:2] for image in images}) > 1:
+        raise ValueError(f"the image processor prepares images of different sizes (height, width): {sorted(sizes)[:2]}")
+    pixels = np.stack(images)
     if shift or flip:
         pixels = _augment(pixels, shift, flip, [stable_key("augment", seed, epoch, index) for index in rows])
-    batch = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255  # (B, C, height, width)
-    centre, scale = (torch.tensor(tuple(x), dtype=torch.float32).view(-1, 1, 1) for x in (mean, std))
-    return ((batch - centre) / scale).contiguous()
+    return processor.normalise(pixels)
+
+
+def _prepare(image: Path | Image | NDArray[np.uint8], processor: ImageProcessor) -> NDArray[np.uint8]:
+    """Resized and cropped pixels (height, width, C)."""
+    channels = len(processor.mean)
+    if isinstance(image, np.ndarray) and (processor.size, processor.crop) == (image.shape[:2], None):
+        pixels = image.reshape(*image.shape[:2], -1)
+        if pixels.shape[2] == channels:  # ready, and Pillow would take ten times as long as the rest of the batch
+            return pixels
+    return processor.resize(open_upright(image, channels))
 
 
 def _augment(pixels: NDArray[np.uint8], shift: int, flip: bool, keys: list[int]) -> NDArray[np.uint8]:

@@ -20,6 +20,7 @@ from ..config import DataConfig
 from ..errors import BadData, UsageError
 from ..foundation.plugins import import_optional
 from .examples import ReadReport
+from .images import find_image
 from .source_files import COLUMN_NAMES, FORMATS, IMAGE_SUFFIXES, has_header
 from .table_files import csv_delimiter, json_list, open_parquet, parquet_rows, read_lines, suffix_of, table_records
 
@@ -79,7 +80,7 @@ def text_records(texts: Sequence[str], name: str = "", first: int = 1) -> Record
 def open_records(path: Path, column: str | None = None, *, images: bool = False, encoding: str = "auto") -> Records:
     """Open the records of a file. The model reads ``column`` (or two, "a,b"), by default one with a known name.
 
-    With ``images``, the column holds file names relative to the folder of the table.
+    With ``images``, the column holds file names in the folder of the table, or in a folder "images" beside it.
     """
     form, options = form_of(path), _OPTIONS.with_(encoding=encoding)
     if not path.exists():
@@ -216,7 +217,10 @@ def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder:
         parts = list(value) if isinstance(value, dict) else []
         hint = f"; say which part to read: column={column}.{parts[0]}" if parts else ""
         raise BadData(f"{path}:{line}: {column!r} is not a text but a {type(value).__name__}{hint}")
-    return str(folder / str(value)) if folder is not None and str(value).strip() else str(value)
+    if folder is None or not str(value).strip():
+        return str(value)
+    paths = [find_image(place, str(value)) for place in (folder, folder / "images")]  # the second as in training
+    return str(next(filter(Path.exists, paths), paths[0]))
 
 
 def write_records(

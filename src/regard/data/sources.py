@@ -31,7 +31,7 @@ from .examples import (
     chat_of,
     preference_of,
 )
-from .images import IdxImages, check_image
+from .images import IdxImages, check_image, find_image
 from .source_files import SourceFiles, find_source_files, read_rows
 from .splits import Split, first_occurrences, select, sha256_of, split_examples
 from .table_files import Row, Schema, read_documents
@@ -235,6 +235,7 @@ def _examples(
     config: DataConfig, files: SourceFiles, report: ReadReport, labels: tuple[str, ...] | None
 ) -> tuple[Sequence[Example], tuple[str, ...] | None]:
     """The examples of some files, and the names of their classes if they have any."""
+    labels = labels or _normalise(files.labels, config)
     if files.idx is not None:
         images, numbers = files.idx
         report.n_read += len(images)
@@ -273,7 +274,7 @@ def _examples(
         return _read_tags(list(rows), report, labels)
     if config.problem_type != "single_label":
         return _read_other_labels(config, files, list(rows), report, labels)
-    return _read_classes(config, files, rows, report, labels or files.labels)
+    return _read_classes(config, files, rows, report, labels)
 
 
 def _read_classes(
@@ -329,7 +330,7 @@ def _read_other_labels(
     if config.problem_type == "regression":
         labelled, labels = _read_numbers(rows, report), None
     else:
-        labelled, labels = _read_label_sets(rows, report, labels or files.labels)
+        labelled, labels = _read_label_sets(rows, report, labels)
     if files.kind == "labelled":
         return [Labelled(row.cells[0], label, *row.cells[1:-1]) for row, label in labelled], labels
     label_of = {id(row): label for row, label in labelled}
@@ -464,18 +465,20 @@ def _usable_images(
     rows: Iterable[Row], files: SourceFiles, config: DataConfig, report: ReadReport
 ) -> Iterator[tuple[Row, Any]]:
     """(row, image) of all rows whose image can be read; each file is checked once."""
-    faults: dict[str, str | None] = {}
+    images: dict[str, tuple[Path, str | None]] = {}
     root = files.images.resolve() if files.images is not None else None
     for row in rows:
         name = row.cells[0]
         if root is None or not isinstance(name, str):
             yield row, name
             continue
-        if name not in faults:
-            inside = "\0" not in name and (root / name).resolve().is_relative_to(root)
-            fault = check_image(root / name, config.max_pixels, config.check_images) if inside else "outside its folder"
-            faults[name] = fault
-        if (fault := faults[name]) is not None:
+        if name not in images:
+            image = root if "\0" in name else find_image(root, name)
+            inside = image != root and image.resolve().is_relative_to(root)
+            fault = check_image(image, config.max_pixels, config.check_images) if inside else "outside its folder"
+            images[name] = image, fault
+        image, fault = images[name]
+        if fault is not None:
             report.add_bad(row.file, row.line, "unusable image", f"{name} {fault}")
         else:
-            yield row, root / name
+            yield row, image

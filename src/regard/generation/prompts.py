@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import DataConfig, ModelConfig
-from ..data.images import check_image, pixels_of
+from ..data.images import check_image, open_upright
 from ..errors import BadData
 from ..models import Model
 from ..text.image_processor import ImageProcessor
@@ -337,8 +337,6 @@ def _prepare_image(processor: ImageProcessor, image: Any, channels: int) -> Tens
             raise ValueError(f"an image array must be uint8 (height, width) or (height, width, channels), got {got}")
         if image.ndim == 3 and image.shape[2] not in (1, 3, 4):
             raise ValueError(f"an image must have 1, 3 or 4 channels, got an array of shape {image.shape}")
-        image = image[:, :, 0] if image.ndim == 3 and image.shape[2] == 1 else image
     elif not isinstance(image, Image.Image):
         raise TypeError(f"an image must be a path, a Pillow image or an array of bytes, not {type(image).__name__}")
-    pixels = pixels_of(image, channels=channels)
-    return processor(Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels))
+    return processor(open_upright(image, channels))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.images import pixels_of
+from ..data.images import open_upright
 from ..generation.prompts import image_pixels, max_text_length, token_rows
 from ..generation.text_codec import ModelTokenizers
 from ..models import Model
@@ -120,11 +120,8 @@ def _read_image(model: Model, source: Any) -> SourceInput:
 
 def _crop_to_input(source: Any, channels: int, processor: ImageProcessor | None) -> Image:
     """The centre crop that the processor feeds to the model, at the image's original resolution."""
-    from PIL import Image
-
     source = source[0] if isinstance(source, list | tuple) else source
-    array = pixels_of(Path(source) if isinstance(source, str | Path) else source, channels=channels)
-    image = Image.fromarray(array[:, :, 0] if channels == 1 else array)
+    image = open_upright(Path(source) if isinstance(source, str | Path) else source, channels)
     if processor is None or processor.crop is None:
         return image
     width, height = image.size if processor.size is None else processor._target_size(*image.size)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import ModelConfig
@@ -24,7 +26,6 @@ _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 
 def eight_bit(image: Image) -> Image:
     """Scale 16-bit grey levels to 8 bits; Pillow's own conversion would clip them at 255. Other images are returned."""
-    import numpy as np
     from PIL.Image import fromarray
 
     if not image.mode.startswith("I"):  # I;16 in either byte order, or I, the mode in which Pillow opens some of them
@@ -45,6 +46,10 @@ class ImageProcessor:
 
     def __call__(self, image: Image) -> Tensor:
         """Pixels (1, C, height, width) as float32."""
+        return self.normalise(self.resize(image)[None])
+
+    def resize(self, image: Image) -> NDArray[np.uint8]:
+        """Resized and cropped pixels (height, width, C)."""
         from PIL.Image import Resampling
 
         image = eight_bit(image).convert("L" if len(self.mean) == 1 else "RGB")
@@ -53,10 +58,13 @@ class ImageProcessor:
         if self.crop is not None:
             left, top = (image.width - self.crop[1]) // 2, (image.height - self.crop[0]) // 2
             image = image.crop((left, top, left + self.crop[1], top + self.crop[0]))
-        pixels = torch.tensor(bytearray(image.tobytes()), dtype=torch.float32)
-        pixels = pixels.view(image.height, image.width, len(self.mean)).permute(2, 0, 1) * self.rescale
-        mean, std = torch.tensor(self.mean), torch.tensor(self.std)
-        return ((pixels - mean[:, None, None]) / std[:, None, None])[None]
+        return np.asarray(image, dtype=np.uint8).reshape(image.height, image.width, len(self.mean))
+
+    def normalise(self, pixels: NDArray[np.uint8]) -> Tensor:
+        """Pixels (B, height, width, C) → (B, C, height, width) as float32."""
+        scaled = torch.tensor(pixels).permute(0, 3, 1, 2).float() * self.rescale
+        mean, std = (torch.tensor(x)[:, None, None] for x in (self.mean, self.std))
+        return ((scaled - mean) / std).contiguous()
 
     def _target_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing; the longer side is rounded down, as in transformers."""

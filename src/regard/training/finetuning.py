@@ -181,9 +181,11 @@ def _vocabulary(tokenizer: Tokenizer) -> list[str | None]:
 
 def _differences(there: Model, model: Model, fields: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """The config fields that differ, as (theirs, ours)."""
-    configs = [each.config.with_(n_kv_heads=each.config.n_kv_heads or each.config.n_heads) for each in (there, model)]
-    pairs = {name: (getattr(configs[0], name), getattr(configs[1], name)) for name in fields}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    theirs, ours = (
+        each.config.model_dump() | {"n_kv_heads": each.config.n_kv_heads or each.config.n_heads}
+        for each in (there, model)
+    )
+    return {name: (theirs[name], ours[name]) for name in fields if theirs[name] != ours[name]}
 
 
 def _first_names(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..data.corpora import CORPORA
 from ..data.examples import Example, ImageExample, Labelled, Pair, Text
-from ..data.images import pixels_of
+from ..data.images import open_upright
 from ..data.sources import open_source
 from ..errors import BadModelFile, RegardError
 from ..lens.head_history import checkpoint_steps
@@ -75,12 +75,12 @@ def examples_of_run(path: str | Path) -> RunExamples:
 
 
 def held_out_inputs(path: str | Path, n: int) -> list[Any]:
-    """At most n inputs of a run's held-out data, texts or pixels of images; none if the data is missing."""
+    """At most n inputs of a run's held-out data, texts or images; none if the data is missing."""
     try:
         if (source := _data_of(path)) is None:
             return []
         examples = _spread(_held_out(source), 4 * n)
-        images = [pixels_of(example.image) for example in examples if isinstance(example, ImageExample)]
+        images = [open_upright(example.image) for example in examples if isinstance(example, ImageExample)]
         return _spread(images or list(_inputs(examples)), n)
     except (OSError, ValueError, RegardError):
         return []
@@ -121,9 +121,7 @@ def _inputs(examples: list[Example]) -> Iterator[str]:
 
 
 def _png(image: Any) -> str:
-    from PIL import Image
-
-    small = Image.fromarray(pixels_of(image))
+    small = open_upright(image)
     small.thumbnail((160, 160))
     out = io.BytesIO()
     small.save(out, "PNG")

@@ -127,10 +127,8 @@ def regression(predicted: Floats, truth: Floats) -> dict[str, float]:
 
     A correlation is 0 if either side is constant.
     """
-    pearson, spearman = (
-        float(np.asarray(_pearson(_moments(*xy).sum(0))))
-        for xy in ((predicted, truth), (_ranks(predicted), _ranks(truth)))
-    )
+    pairs = (predicted, truth), (_ranks(predicted), _ranks(truth))
+    pearson, spearman = (regression_statistics(*pair)[0].corpus() for pair in pairs)
     return {"pearson": pearson, "spearman": spearman, "mse": float(((predicted - truth) ** 2).mean())}
 
 

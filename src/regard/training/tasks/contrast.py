@@ -67,13 +67,12 @@ class ContrastTask(CaptionTask):
 
     def answers(self, model: Model, examples: Sequence[Example], **decoding: Any) -> AnswerResults:
         """Retrieval among all images and captions of the examples; the output of a row is the nearest caption."""
-        texts = [(i, text) for i, x in enumerate(examples) for text in cast(ImageExample, x).captions]
+        images = cast(Sequence[ImageExample], examples)
+        texts = [(i, text) for i, image in enumerate(images) for text in image.captions]
         ranks = self._ranks(cast(TwoTower, model), examples, texts)
         rows = [
             ExampleResult(image_name(image), list(image.captions), texts[best][1], 1 / (1 + float(rank)))
-            for image, best, rank in zip(
-                cast(Sequence[ImageExample], examples), ranks.best_text, ranks.images, strict=True
-            )
+            for image, best, rank in zip(images, ranks.best_text, ranks.images, strict=True)
         ]
         return dict(ranks.recalls()), rows
 

@@ -43,17 +43,14 @@ class ImageTask(Task):
     def _pixels(
         self, examples: Sequence[Example] | Mapping[int, Example], index: Sequence[int], epoch: int | None = None
     ) -> Tensor:
-        """Pixels (B, C, H, W) of the images at ``index``, normalised and, with an ``epoch``, augmented for training."""
-        model, data, image = self.config.model, self.config.data, self.processor.image
-        assert image is not None
+        """Pixels (B, C, H, W) of the images at ``index``; with an ``epoch``, augmented for training."""
+        data, processor = self.config.data, self.processor.image
+        assert processor is not None
         shift, flip = (0, False) if epoch is None else (data.shift, data.flip)
         return image_batch(
             cast(Sequence[ImageExample], examples),
             index,
-            size=model.image_size,
-            channels=model.n_channels,
-            mean=image.mean,
-            std=image.std,
+            processor,
             shift=shift,
             flip=flip,
             seed=self.config.train.seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import eq
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -136,7 +137,7 @@ class Tag(ClassificationTask):
         metrics = classification_metrics.tagging(outputs, truth)
         each = zip(tagged, truth, outputs, (sums / np.maximum(counts, 1)).tolist(), strict=True)
         results = [
-            ExampleResult(x.text, " ".join(true), " ".join(predicted), _accuracy(predicted, true), mean)
+            ExampleResult(x.text, " ".join(true), " ".join(predicted), sum(map(eq, predicted, true)) / len(true), mean)
             for x, true, predicted, mean in each
         ]
         return Scores(
@@ -159,7 +160,3 @@ class Tag(ClassificationTask):
 
     def paired_statistics(self, ours: Scores, theirs: Scores, same_tokens: bool) -> list[tuple[Statistics, Statistics]]:
         return Task.paired_statistics(self, ours, theirs, same_tokens=True)  # the loss is per word, not per token
-
-
-def _accuracy(predicted: list[str], true: list[str]) -> float:
-    return sum(a == b for a, b in zip(predicted, true, strict=True)) / len(true)
