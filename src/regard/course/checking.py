@@ -126,18 +126,23 @@ def same(got: Any, expected: Any) -> bool:
         return isinstance(got, Raised) and isinstance(expected, Raised) and got.kind == expected.kind
     if isinstance(expected, torch.Tensor):
         if not isinstance(got, torch.Tensor):
-            return expected.ndim == 0 and isinstance(got, float | int) and same(float(got), expected.item())
+            return expected.ndim == 0 and isinstance(got, float | int) and same(got, expected.item())
         alike = got.shape == expected.shape and (got.dtype == torch.bool or expected.dtype != torch.bool)
         return alike and torch.allclose(got.double(), expected.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
     if isinstance(expected, list | tuple):
         alike = isinstance(got, list | tuple) and len(got) == len(expected)
         return alike and all(same(a, b) for a, b in zip(got, expected, strict=True))
-    if isinstance(expected, float):
-        number = got.item() if isinstance(got, torch.Tensor) and got.numel() == 1 else got
+    if isinstance(expected, float | int):
+        number = _scalar(got)
         return isinstance(number, float | int) and (
             math.isclose(number, expected, rel_tol=1e-4, abs_tol=1e-9) or (math.isnan(number) and math.isnan(expected))
         )
     return bool(type(got) is type(expected) and got == expected)
+
+
+def _scalar(x: Any) -> Any:
+    """The number in a tensor or array of one element."""
+    return x.item() if getattr(x, "shape", None) in ((), (1,)) else x
 
 
 # ------------------------------------------------------------------------------------------- what is wrong
@@ -189,8 +194,9 @@ def _difference(name: str, got: Any, expected: Any) -> str | None:
     if same(got, expected):
         return None
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
-        if isinstance(got, type(expected)) or {type(got), type(expected)} == {int, float}:
-            return f"{name} returns {_short(got)}, where {_short(expected)} is right."
+        number = _scalar(got)
+        if isinstance(number, type(expected)) or {type(number), type(expected)} == {int, float}:
+            return f"{name} returns {_short(number)}, where {_short(expected)} is right."
         return f"{name} returns {_kind(got)}, where {_kind(expected)} is expected."
     if got.shape != expected.shape:
         return f"The shape is {tuple(got.shape)}, where {tuple(expected.shape)} is expected."
