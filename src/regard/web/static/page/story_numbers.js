@@ -22,7 +22,7 @@ export function weightArithmetic(look, kind, layer, asked, row, col) {
   const product = dot(q, k), scaled = map.scaled(product), bias = map.bias(head, row, col), masked = !map.allows(row, col), scores = map.scores(head, row), weight = map.row(head, row)[col];
   return {
     mechanism: site.cap ? "capped-dot" : "dot", normaliser: "softmax", q: Array.from(q), k: Array.from(k), dot: site.cap ? null : product, factor: site.cap ? null : map.factor,
-    scaled, bias, masked, score: masked ? null : scaled + bias, max: finite(Math.max(...scores)), lse: finite(map.lse(head, scores)), sink: map.sink(head, scores), weight,
+    scaled, bias, masked, score: masked ? null : scaled + bias, lse: finite(map.lse(head, scores)), sink: map.sink(head, scores), weight,
     v: Array.from(v), contribution: Array.from(v, (x) => weight * x), head, row: rowArithmetic(look, kind, layer, head, map.row(head, row), scores, col),
   };
 }

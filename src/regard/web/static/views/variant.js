@@ -41,11 +41,11 @@ class Variant {
   }
 
   showSettings() {
-    const { app } = this, { t, state } = app, { causal, scale } = state.now, { d_head: width, causal: hides, layered } = app.model(), root = Math.sqrt(width);
+    const { app } = this, { t, state } = app, { causal, scale } = state.now, { d_head: width, causal: hides, layered, scales } = app.model(), root = Math.sqrt(width);
     this.settings.replaceChildren(...[
       hides && check(t("variant.causal"), causal, (on) => state.set({ causal: on }), "causal"),
-      check(t("variant.root"), scale !== root, (on) => { state.set({ scale: on ? 1 : root }); this.showSettings(); }, "root"),
-      slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => String(Number((2 ** v).toPrecision(3))), (v) => this.set({ scale: 2 ** v })),
+      scales && check(t("variant.root"), scale !== root, (on) => { state.set({ scale: on ? 1 : root }); this.showSettings(); }, "root"),
+      scales && slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => String(Number((2 ** v).toPrecision(3))), (v) => this.set({ scale: 2 ** v })),
       layered && el("button", { type: "button", class: "second", "data-do": "find", onclick: () => app.guarded(() => this.findHead()) }, t("variant.find")),
       el("button", { type: "button", class: "plain", "data-do": "reset", onclick: () => { state.set({ causal: true, scale: 1, off: "" }); this.showSettings(); } }, t("variant.reset")),
     ].filter(Boolean));
