@@ -69,6 +69,7 @@ def test_the_models_are_described(client: TestClient) -> None:
         "name": "translator",
         "task": "translate",
         "kinds": {kind: {"layers": 2, "heads": 4} for kind in ("encoder", "self", "cross")},
+        "max_len": 96,
         "d_head": 6,
         "generates": True,
         "image": False,

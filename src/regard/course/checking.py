@@ -69,9 +69,8 @@ def judge(exercise: Exercise, answer: Answer) -> Verdict:
     outcomes = [_call(answer, inputs) for inputs, _ in cases]
     pairs = list(zip(outcomes, cases, strict=True))
     if all(not outcome.changed and same(outcome.value, expected) for outcome, (_, expected) in pairs):
-        return Verdict(
-            exercise.number, True, localise(f"Right: it agrees with the reference in all {len(cases)} cases.")
-        )
+        right = localise(f"Right: it agrees with the reference in all {len(cases)} cases.")
+        return Verdict(exercise.number, True, right)
     sentence = _recognise(exercise, outcomes, [inputs for inputs, _ in cases])
     if sentence is None:
         outcome, (_, expected) = next(pair for pair in pairs if pair[0].changed or not same(pair[0].value, pair[1][1]))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import ModelConfig
 from ..data.images import open_image
 from ..errors import BadData, UsageError
+from ..generation.prompts import max_text_length
 from ..generation.text_codec import ModelTokenizers
 from ..layers.quantised_linear import Int8Linear
 from ..lens.capture import attention_modules, n_heads_of, stacks
@@ -89,6 +90,7 @@ class ServedModel:
             "name": self.name,
             "task": task_name(config),
             "kinds": attention_sizes(self.model),
+            "max_len": max_text_length(config),
             "d_head": config.d_head or config.d_model // config.n_heads,
             "generates": self.can_generate,
             "image": config.source == "image",

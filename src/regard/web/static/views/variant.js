@@ -61,6 +61,7 @@ class Variant {
     const { app } = this, { t, source, look } = app;
     this.matters.textContent = t("variant.finding");
     this.heads = await source.heads(look);
+    if (app.view !== this) return;
     const all = Object.entries(this.heads.without).flatMap(([kind, layers]) => layers.flatMap((line, layer) => line.map((share, head) => ({ kind, layer, head, share }))));
     const worst = all.reduce((a, b) => (b.share < a.share ? b : a)), { kind, layer, head, share } = worst;
     const words = { n: all.length, head: writerName(t, { ...worst, name: kind }), before: percent(this.heads.before), after: percent(share) };
@@ -130,7 +131,7 @@ class Variant {
   }
 
   /** The text that the model generates, as trained or with the changes. */
-  write(variant) {
+  generate(variant) {
     const { app } = this, key = `written ${JSON.stringify(variant ?? null)}`;
     if (!this.looks.has(key)) {
       const { source, image } = app.model(), { target, ...request } = app.composer.request(variant);
@@ -150,7 +151,7 @@ class Variant {
     if (!app.model().generates) { this.happened.textContent = ""; return; }
     const prompt = app.model().source || app.model().image ? "" : look.text;
     const room = this.hasRoom(), again = room && isChanged;
-    const [before, after, fits] = await Promise.all([room ? this.write(null) : null, again ? this.write(this.variant()) : null, isChanged ? Promise.all([look, then.look].map((one) => app.source.fit(one))) : null]);
+    const [before, after, fits] = await Promise.all([room ? this.generate(null) : null, again ? this.generate(this.variant()) : null, isChanged ? Promise.all([look, then.look].map((one) => app.source.fit(one))) : null]);
     if (mine !== this.asked) return;
     const side = (name, text, other) => el("section", { "data-side": name }, el("h2", {}, t(`variant.${name}`)), el("p", {}, prompt && el("bdi", { class: "quiet" }, prompt), el("bdi", { class: "new" }, ...marked(text, other))));
     this.written.replaceChildren(...(room ? [side("before", before, before), side("after", after ?? before, before)]
