@@ -73,7 +73,7 @@ function headNumbers(look, kind, layer, head, row) {
   const cols = [...visible, ...hidden.slice(0, 1)].sort((a, b) => a - b), outputs = look.at(`${site.site}.heads`).data; // with one masked key as an example
   const heads = Array.from({ length: map.heads }, (_, h) => outputs.subarray((h * rows + row) * width, (h * rows + row + 1) * width));
   return {
-    q: numbers(q), width, factor: site.cap ? null : map.factor,
+    q: numbers(q), width, normaliser: "softmax", factor: site.cap ? null : map.factor,
     keys: cols.map((index) => {
       const k = map.key(head, index);
       return { index, k: numbers(k), v: numbers(value(look, kind, layer, head, index)), dot: site.cap ? null : dot(q, k), score: finite(scores[index]), weight: weights[index] };
