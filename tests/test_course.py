@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,6 +113,33 @@ def own_words(logits: Any) -> Any:
     return (logits - top - (logits - top).exp().sum(1, keepdim=True).log()).exp()
 
 
+def one_state_at_a_time(states: Any, norm: Any, unembedding: Any) -> Any:
+    return torch.stack([(unembedding @ norm(state)).softmax(0) for state in states])
+
+
+def ids_as_tensors(next_logits: Any, prompt: Any, eos: int, max_new: int) -> Any:
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_new and (len(tokens) == len(prompt) or tokens[-1] != eos):
+        tokens.append(next_logits(tokens).argmax())
+    return tokens
+
+
+def best_by_tensor(hypotheses: Any, alpha: float) -> Any:
+    return torch.tensor([sum(each) / len(each) ** alpha for each in hypotheses]).argmax()
+
+
+def best_by_numpy(hypotheses: Any, alpha: float) -> Any:
+    return np.argmax([sum(each) / len(each) ** alpha for each in hypotheses])
+
+
+def root_before_eps(x: Any, weight: Any, bias: Any) -> Any:
+    return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True, correction=0) + 1e-5) * weight + bias
+
+
+def loss_without_zeros(logits: Any, targets: Any, pad_id: int) -> Any:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
 @pytest.mark.parametrize(
     ("number", "answer", "says"),
     [
@@ -122,6 +150,18 @@ def own_words(logits: Any) -> Any:
         ("6.6", loss_over_padding, "Padding counts as if it were text"),
         ("3.5", neighbours_rotated, "The pairs are neighbours here"),
         ("2.2", own_words, None),
+        ("8.4", one_state_at_a_time, None),
+        ("7.1", ids_as_tensors, None),
+        ("7.5", best_by_tensor, None),
+        ("7.5", best_by_numpy, None),
+        ("7.5", lambda hypotheses, alpha: torch.tensor(9), "best_hypothesis returns 9, where "),
+        ("6.1", root_before_eps, "eps is added to the root"),
+        (
+            "6.2",
+            lambda x, weight: torch.nn.functional.normalize(x, dim=2) * x.shape[2] ** 0.5 * weight,
+            "eps is missing",
+        ),
+        ("6.6", loss_without_zeros, "token_loss returns "),
         (
             "3.1",
             lambda n: [[j <= i for j in range(n)] for i in range(n)],

@@ -18,6 +18,7 @@ from regard.cli import generation_commands
 from regard.recipes import run_config
 from regard.training.loss import info_nce, pairwise_sigmoid
 from regard.training.metrics.retrieval_metrics import retrieval_ranks
+from web.served import asked, asking, numbers, opened
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 40, 220), "white": (250, 250, 250)}
 TEXT = {"architecture": "decoder", "head": "none", "pooling": "end", "positions": "learned", "norm_place": "pre"}
@@ -166,3 +167,12 @@ def test_another_command_says_what_two_towers_are_for(
     assert cli.main([command, str(world / "run"), "a red square"]) == 1
     run = world / "run"
     assert f"it is for contrast: regard classify {run} --classes NAMES" in capsys.readouterr().err
+
+
+def test_the_explorer_computes_the_weights_of_the_image_tower(world: Path) -> None:
+    with asking({"two": regard.load(world / "run")}) as client:
+        seen = opened(client, "two")
+        weight = numbers(client, seen, "tile", kind="encoder", layer=0, head=0, r0=0, r1=1, c0=0, c1=1)
+        steps = asked(client, seen, "walk", kind="encoder", layer=0, head=0, row=0, col=0)
+        assert steps["weight"] == pytest.approx(float(weight), abs=1e-6)
+        assert len(steps["v"]) == len(steps["q"])

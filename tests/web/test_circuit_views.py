@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import regard
-from generation.spoken import translator
+from generation.spoken import language_model, translator
+from regard.export.quantise import quantise
 from regard.lens import Look
 from regard.models import Model
 
@@ -23,7 +24,15 @@ VIEWS = ("contributions", "why", "patching")
 
 @pytest.fixture(scope="module")
 def home(models: dict[str, Model]) -> Iterator[str]:
-    with serving({**models, "recurrent": translator("bahdanau-gru")}) as address:
+    others = {
+        "recurrent": translator("bahdanau-gru"),
+        "additive": language_model(mixer="additive"),
+        "linear": language_model(mixer="linear"),
+        "states": language_model(mixer="mamba2"),
+        "int8": quantise(language_model()),
+        "masked": language_model(preset="bert-base-masked"),
+    }
+    with serving({**models, **others}) as address:
         yield address
 
 
@@ -114,22 +123,59 @@ def test_texts_of_unequal_length_are_refused_in_a_sentence(tab: Tab) -> None:
     tab.complaints.clear()
 
 
-def test_where_a_view_has_nothing_to_show_it_says_why(tab: Tab) -> None:
-    tab.open(model="recurrent", text=CLEAN)
-    for view in VIEWS:
-        tab.to(view)
-        for sentence in ("recurrent network", "순환 신경망"):
-            assert sentence in tab.page.inner_text(".stage .told"), view
-            tab.speak_korean()
-
-
-def test_a_recurrent_network_has_the_other_views(tab: Tab) -> None:
-    """Its rows are those of cross-attention: it has no self-attention."""
-    tab.open(model="recurrent", text=CLEAN)
-    tab.every_view(*(view for view in tab.tabs() if view not in VIEWS))
+@pytest.mark.parametrize(
+    ("model", "missing", "is_scaled"),
+    [
+        ("speaker", set(), True),
+        ("masked", set(), True),
+        ("recurrent", set(VIEWS), False),
+        ("additive", {"why"}, False),
+        ("linear", {"why"}, False),
+        ("states", {"why"}, False),
+        ("int8", {"why", "contributions"}, True),
+    ],
+)
+def test_only_what_the_model_can_do_is_offered(tab: Tab, model: str, missing: set[str], is_scaled: bool) -> None:
+    """No view is refused, and the scale of the scores is offered where they are dot products."""
+    tab.open(model=model, text=CLEAN)
+    views = tab.every_view()
+    assert set(VIEWS) - set(views) == missing
+    assert tab.page.locator('.stage input[name="scale"]').count() == is_scaled
+    tab.open(model=model, text=CLEAN, view="why")
     assert tab.complaints == []
-    tab.to("walk")
+
+
+def test_the_attention_of_a_recurrent_network_has_no_other_query(tab: Tab) -> None:
+    """Its rows are those of cross-attention: it has no self-attention."""
+    tab.open(model="recurrent", text=CLEAN, view="walk")
     assert "its query comes from" not in tab.page.inner_text(".stage")
+
+
+@pytest.mark.parametrize(("model", "step", "sums"), [("states", "3 · The row", False), ("linear", "3 · Shares", True)])
+def test_a_row_that_is_no_softmax(tab: Tab, model: str, step: str, sums: bool) -> None:
+    """Its arithmetic divides nothing by a sum that is not there, and no row is said to add up to 1 that does not."""
+    tab.open(model=model, text=CLEAN, view="walk", layer=1, head=2, row=9, col=9)
+    table = dict(line for line in tab.table())
+    weights = [float(value) for name, value in table.items() if name.startswith("weight ")]
+    texts = tab.texts()
+    assert any(text.startswith(step) for text in texts)
+    assert not any("eˢ" in text or "Softmax" in text for text in texts)
+    assert near(texts[texts.index("Σ") + (2 if sums else 1)], sum(weights), rel=0.01)
+    assert sums == (sum(weights) == pytest.approx(1, abs=1e-4))
+    tab.to("heatmap")
+    assert ("adds up to 1" in tab.page.inner_text(".stage .caption")) == sums
+
+
+def test_the_story_of_a_masked_model_and_of_experts(tab: Tab) -> None:
+    tab.open(model="masked", text=CLEAN, row=2)
+    assert "at “" in tab.page.inner_text(".lead")
+    assert "after" not in tab.page.inner_text(".lead") + tab.page.inner_text('[data-stage="end"]')
+    tab.open(model="linear", text=CLEAN)
+    assert "Softmax" not in tab.page.inner_text('[data-stage="softmax"] > p')
+    tab.open(model="routed", text=CLEAN)
+    assert "the experts that the router chooses" in tab.page.inner_text('[data-stage="layer"]')
+    tab.to("experts")
+    assert [text for text in tab.texts() if text.startswith("Expert")] == [f"Expert {n}" for n in range(1, 5)]
 
 
 def text_of(model: Model, n_tokens: int) -> str:

@@ -82,6 +82,34 @@ def test_a_text_is_looked_at_though_one_switches_while_it_is_written(
     assert tokens_of(tab) == [label.text for label in found.cols(kind="cross")]
 
 
+@pytest.mark.parametrize("view", ["variant", "heatmap", "next"])
+def test_a_text_is_looked_at_from_every_view(tab: Tab, models: dict[str, Model], view: str) -> None:
+    """Only the alignment shows a text while it is written."""
+    tab.open(model="en-ko", text=TEXT, view=view)
+    tab.page.fill('textarea[name="text"]', OTHER)
+    tab.page.press('textarea[name="text"]', "Enter")
+    tab.settled()
+    assert tab.page.inner_text(".message") == ""
+    assert tab.state["view"] == view
+    assert tokens_of(tab) == [label.text for label in look(models["en-ko"], OTHER).cols(kind="cross")]
+
+
+def test_heads_that_are_still_switched_off_when_one_leaves(tab: Tab) -> None:
+    tab.open(model="en-ko", text=TEXT, view="variant")
+    waiting = list[Any]()
+    tab.page.route("**/heads*", lambda it: waiting.append(it))
+    with tab.page.expect_request("**/heads*"):
+        tab.page.click('[data-do="find"]')
+    with held(tab, "**/api/looks"):  # the look at the next model is not there yet
+        tab.page.select_option("header select", "speaker")
+        with tab.page.expect_response("**/heads*"):
+            waiting[0].continue_()
+        tab.page.wait_for_timeout(100)
+    tab.page.unroute("**/heads*")
+    assert tab.page.inner_text(".message") == ""
+    assert tab.complaints == []
+
+
 def test_of_two_texts_that_are_written_the_last_is_shown(tab: Tab, models: dict[str, Model]) -> None:
     tab.open(model="en-ko", text=TEXT, view="align")
     with held(tab, "**/api/stream") as waiting:
@@ -116,6 +144,12 @@ def test_an_empty_text_does_not_keep_the_button_waiting(tab: Tab) -> None:
         tab.page.fill('textarea[name="text"]', " ")
         tab.page.press('textarea[name="text"]', "Enter")
     assert tab.page.inner_text(".primary") == "Look"
+    for sentence in ("Enter a text first.", "먼저 문장을 입력해 주세요."):
+        tab.page.fill('textarea[name="text"]', " ")
+        tab.page.press('textarea[name="text"]', "Enter")
+        tab.settled()
+        assert tab.page.inner_text(".message") == sentence
+        tab.speak_korean()
 
 
 def test_a_link_without_a_text_opens_an_example(tab: Tab) -> None:

@@ -29,12 +29,6 @@ def _numbers(incomplete: str) -> list[str]:
 Number = Annotated[str, argument("EXERCISE", "Number of the exercise: 3.2 is the second of chapter 3.", _numbers)]
 
 
-def _find(number: str) -> Exercise:
-    from regard.course.exercises import find_exercise
-
-    return find_exercise(number)
-
-
 @learn_app.callback(invoke_without_command=True)
 def list_without_command(ctx: typer.Context) -> None:
     """Forty self-checking exercises for the chapters of docs/learn."""
@@ -70,9 +64,9 @@ def start(
     notebook: Annotated[bool, flag("--notebook", "A Jupyter notebook instead of a Python file.")] = False,
 ) -> None:
     """Write a file with a gap to fill into this folder: exercise_3_2.py."""
-    from regard.course.exercises import write_exercise
+    from regard.course.exercises import find_exercise, write_exercise
 
-    exercise = _find(number)
+    exercise = find_exercise(number)
     file = write_exercise(exercise, Path(), notebook=notebook)
     print(f"{exercise.number} · {exercise.title}\n\n{exercise.task}\n")
     print(localise(f"Fill the gap in {file}, then: regard learn check {number}"))
@@ -96,9 +90,9 @@ def check(
     The exit code is 0 if it is right, else 1.
     """
     from regard.course.checking import check_file
-    from regard.course.exercises import note_attempt
+    from regard.course.exercises import find_exercise, note_attempt
 
-    exercise = _find(number)
+    exercise = find_exercise(number)
     verdict = check_file(exercise, file or _file_here(exercise))
     note_attempt(number, verdict.passed)
     if verdict.printed:
@@ -120,9 +114,9 @@ def _file_here(exercise: Exercise) -> Path:
 @learn_app.command("hint")
 def hint(number: Number) -> None:
     """Show the next hint; each call reveals one more."""
-    from regard.course.exercises import next_hint
+    from regard.course.exercises import find_exercise, next_hint
 
-    exercise = _find(number)
+    exercise = find_exercise(number)
     step, text = next_hint(exercise)
     print(f"{step}/{len(exercise.hints)}  {text}")
     if step == len(exercise.hints):
@@ -134,9 +128,9 @@ def hint(number: Number) -> None:
 @learn_app.command("solution")
 def solution(number: Number) -> None:
     """Show a solution, after an attempt."""
-    from regard.course.exercises import solution_after_attempt
+    from regard.course.exercises import find_exercise, solution_after_attempt
 
-    print(solution_after_attempt(_find(number)), end="")
+    print(solution_after_attempt(find_exercise(number)), end="")
 
 
 @learn_app.command("watch")

@@ -10,20 +10,20 @@ import copy
 import faulthandler
 import json
 import math
-import os
 import re
 import runpy
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..foundation.files import write_atomic
 from ..foundation.language import localise
 from .exercises import Exercise, find_exercise, note_attempt, read_answer
 
@@ -69,9 +69,8 @@ def judge(exercise: Exercise, answer: Answer) -> Verdict:
     outcomes = [_call(answer, inputs) for inputs, _ in cases]
     pairs = list(zip(outcomes, cases, strict=True))
     if all(not outcome.changed and same(outcome.value, expected) for outcome, (_, expected) in pairs):
-        return Verdict(
-            exercise.number, True, localise(f"Right: it agrees with the reference in all {len(cases)} cases.")
-        )
+        right = localise(f"Right: it agrees with the reference in all {len(cases)} cases.")
+        return Verdict(exercise.number, True, right)
     sentence = _recognise(exercise, outcomes, [inputs for inputs, _ in cases])
     if sentence is None:
         outcome, (_, expected) = next(pair for pair in pairs if pair[0].changed or not same(pair[0].value, pair[1][1]))
@@ -124,20 +123,24 @@ def same(got: Any, expected: Any) -> bool:
         return True
     if isinstance(expected, Raised) or isinstance(got, Raised):
         return isinstance(got, Raised) and isinstance(expected, Raised) and got.kind == expected.kind
+    got, expected = _scalar(got), _scalar(expected)
     if isinstance(expected, torch.Tensor):
-        if not isinstance(got, torch.Tensor):
-            return expected.ndim == 0 and isinstance(got, float | int) and same(float(got), expected.item())
-        alike = got.shape == expected.shape and (got.dtype == torch.bool or expected.dtype != torch.bool)
+        is_shaped = isinstance(got, torch.Tensor) and got.shape == expected.shape
+        alike = is_shaped and (got.dtype == torch.bool or expected.dtype != torch.bool)
         return alike and torch.allclose(got.double(), expected.double(), rtol=1e-4, atol=1e-5, equal_nan=True)
     if isinstance(expected, list | tuple):
         alike = isinstance(got, list | tuple) and len(got) == len(expected)
         return alike and all(same(a, b) for a, b in zip(got, expected, strict=True))
-    if isinstance(expected, float):
-        number = got.item() if isinstance(got, torch.Tensor) and got.numel() == 1 else got
-        return isinstance(number, float | int) and (
-            math.isclose(number, expected, rel_tol=1e-4, abs_tol=1e-9) or (math.isnan(number) and math.isnan(expected))
+    if isinstance(expected, float | int):
+        return isinstance(got, float | int) and (
+            math.isclose(got, expected, rel_tol=1e-4, abs_tol=1e-9) or (math.isnan(got) and math.isnan(expected))
         )
     return bool(type(got) is type(expected) and got == expected)
+
+
+def _scalar(x: Any) -> Any:
+    """The number in a tensor or array of one element."""
+    return x.item() if getattr(x, "shape", None) in ((), (1,)) else x
 
 
 # ------------------------------------------------------------------------------------------- what is wrong
@@ -188,6 +191,7 @@ def _difference(name: str, got: Any, expected: Any) -> str | None:
         return next((sentence for sentence in differences if sentence is not None), None)
     if same(got, expected):
         return None
+    got, expected = _scalar(got), _scalar(expected)
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         if isinstance(got, type(expected)) or {type(got), type(expected)} == {int, float}:
             return f"{name} returns {_short(got)}, where {_short(expected)} is right."
@@ -245,11 +249,8 @@ def check_file(exercise: Exercise, file: Path, seconds: float = SECONDS) -> Verd
 def _too_long(exercise: Exercise, seconds: float, dump: str) -> Verdict:
     """The verdict on a timeout; ``dump`` is the traceback of faulthandler, which has the line of the learner's file."""
     match = re.search(rf'{exercise.file_name}\.py", line (\d+)', dump)
-    name, question = exercise.function, "is there a loop that does not end?"
-    if match:
-        sentence = f"{name} took longer than {seconds:g} seconds in line {match[1]}: {question}"
-    else:
-        sentence = f"{name} took longer than {seconds:g} seconds: {question}"
+    where = f" in line {match[1]}" if match else ""
+    sentence = f"{exercise.function} took longer than {seconds:g} seconds{where}: is there a loop that does not end?"
     return Verdict(exercise.number, False, localise(sentence))
 
 
@@ -264,10 +265,7 @@ def check_here(number: str, file: str, result: str, seconds: str) -> None:
         verdict = _judge_file(exercise, file)
     finally:
         faulthandler.cancel_dump_traceback_later()
-    content = json.dumps({"passed": verdict.passed, "sentence": verdict.sentence})
-    partial = Path(f"{result}.part")
-    partial.write_text(content, encoding="utf-8")
-    os.replace(partial, result)
+    write_atomic(Path(result), json.dumps({"passed": verdict.passed, "sentence": verdict.sentence}).encode())
 
 
 def _judge_file(exercise: Exercise, file: str) -> Verdict:
@@ -275,7 +273,8 @@ def _judge_file(exercise: Exercise, file: str) -> Verdict:
     try:
         names = runpy.run_path(file, run_name="exercise")
     except Exception as error:  # a learner's file may raise anything
-        lines = [*_lines_in(file, error), getattr(error, "lineno", None)]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [*(frame.lineno for frame in frames if frame.filename == file), getattr(error, "lineno", None)]
         where = next((f" in line {line}" for line in reversed(lines) if line), "")
         message = getattr(error, "msg", None) or " ".join(str(error).split())[:200]
         sentence = f"the file cannot be run: {type(error).__name__}{where}: {message}"
@@ -283,7 +282,3 @@ def _judge_file(exercise: Exercise, file: str) -> Verdict:
     if not callable(names.get(name)):
         return Verdict(exercise.number, False, localise(f"there is no function {name} in the file: keep its name."))
     return judge(exercise, names[name])
-
-
-def _lines_in(file: str, error: Exception) -> Iterator[int | None]:
-    return (frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file)

@@ -173,9 +173,6 @@ def notebook_json(cells: Iterable[tuple[Literal["markdown", "code"] | str, str]]
 # ------------------------------------------------------------------------------------- progress
 
 
-_VERSION = 1
-
-
 @dataclass
 class ExerciseProgress:
     """The progress of a learner in one exercise."""
@@ -201,7 +198,7 @@ def read_progress() -> dict[str, ExerciseProgress]:
 
 def _write(progress: dict[str, ExerciseProgress]) -> None:
     file = progress_file()
-    document = {"version": _VERSION, "exercises": {number: asdict(record) for number, record in progress.items()}}
+    document = {"exercises": {number: asdict(record) for number, record in progress.items()}}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, (json.dumps(document, indent=1) + "\n").encode())

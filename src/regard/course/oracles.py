@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -263,8 +263,8 @@ def clip_gradients(draw: Draw) -> Iterator[Case]:
 
 @oracle("6.1")
 def layer_norm(draw: Draw) -> Iterator[Case]:
-    for b, n, d in ((2, 4, 8), (1, 3, 5)):
-        x, norm = 3 * draw(b, n, d) + 1, LayerNorm(d)
+    for b, n, d, size in ((2, 4, 8, 3.0), (1, 3, 5, 3e-3)):  # in small numbers, eps counts
+        x, norm = size * draw(b, n, d) + size / 3, LayerNorm(d)
         weight, bias = draw(d), draw(d)
         norm.load_state_dict({"weight": weight, "bias": bias})
         yield (x, weight, bias), norm(x)
@@ -272,8 +272,8 @@ def layer_norm(draw: Draw) -> Iterator[Case]:
 
 @oracle("6.2")
 def rms_norm(draw: Draw) -> Iterator[Case]:
-    for b, n, d in ((2, 4, 8), (1, 3, 5)):
-        x, norm = 3 * draw(b, n, d) + 1, RMSNorm(d)
+    for b, n, d, size in ((2, 4, 8, 3.0), (1, 3, 5, 1e-3)):
+        x, norm = size * draw(b, n, d) + size / 3, RMSNorm(d)
         weight = norm.weight.data = draw(d)
         yield (x, weight), norm(x)
 
@@ -311,11 +311,11 @@ def teacher_forcing(draw: Draw) -> Iterator[Case]:
 
 @oracle("6.6")
 def token_loss(draw: Draw) -> Iterator[Case]:
-    for b, n, size in ((2, 5, 7), (3, 4, 6)):
-        logits, targets = 2 * draw(b, n, size), draw.ids(size - 1, b, n) + 1
-        targets[0, -2:] = 0
-        counted = torch.where(targets == 0, IGNORE, targets)
-        yield (logits, targets, 0), cross_entropy(logits, counted) / (targets != 0).sum()
+    for b, n, size, pad in ((2, 5, 7, 0), (3, 4, 6, 5)):
+        logits, targets = 2 * draw(b, n, size), (draw.ids(size - 1, b, n) + pad + 1) % size
+        targets[0, -2:] = pad
+        counted = torch.where(targets == pad, IGNORE, targets)
+        yield (logits, targets, pad), cross_entropy(logits, counted) / (targets != pad).sum()
 
 
 @oracle("6.7")
@@ -425,9 +425,10 @@ def attention_rollout(draw: Draw) -> Iterator[Case]:
 
 @oracle("8.4")
 def logit_lens(draw: Draw) -> Iterator[Case]:
+    norm = partial(torch.nn.functional.normalize, dim=-1)  # of one state or of all
     for n_layers, d, size in ((4, 8, 11), (3, 6, 9)):
-        states, table, norm = 3 * draw(n_layers, d) + 1, draw(size, d), torch.nn.functional.normalize
-        yield (states, norm, table), torch.stack([(table @ norm(state, dim=0)).softmax(0) for state in states])
+        states, table = 3 * draw(n_layers, d) + 1, draw(size, d)
+        yield (states, norm, table), torch.stack([(table @ norm(state)).softmax(0) for state in states])
 
 
 @oracle("8.5")

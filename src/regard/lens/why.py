@@ -17,7 +17,7 @@ from torch import Tensor
 from ..attention import Dot, Frame, MultiHeadAttention
 from ..attention.mechanisms import CappedDot, Sigmoid
 from ..models.sites import norms_around
-from .capture import attention_site
+from .capture import attention_modules, attention_site
 from .notebook import table_html
 from .residual import (
     Place,
@@ -114,6 +114,12 @@ def _dot_attention(record: ActivationRecord, kind: str, layer: int, head: int) -
         raise ValueError("only a score that is a dot product of projected states can be split")
     check_float_weights(record.model)
     return module
+
+
+def split_kinds(model: Any) -> list[str]:
+    """The kinds of attention whose scores ``split_score`` can split, in a model of layers with float weights."""
+    dots = [kind for kind, modules in attention_modules(model).items() if all(map(has_dot_scores, modules))]
+    return [kind for kind in dots if kind != "cross" or getattr(model, "resampler", None) is None]
 
 
 def has_dot_scores(module: Any) -> bool:

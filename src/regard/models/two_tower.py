@@ -77,9 +77,9 @@ class TwoTower(Model):
         logits = self.log_scale.exp() * (images @ texts.T)
         return logits if self.bias is None else logits + self.bias
 
-    def hidden(self, pixels: Tensor, tokens: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
-        """The last states of the text tower (B, T, M)."""
-        return self.text_states(tokens, padding_mask)
+    def hidden(self, pixels: Tensor, tokens: Tensor | None = None, *, padding_mask: Tensor | None = None) -> Tensor:
+        """The last states of the text tower (B, T, M); without a text, of the image tower (B, patches, M)."""
+        return self.image_states(pixels) if tokens is None else self.text_states(tokens, padding_mask)
 
     def forward(self, pixels: Tensor, tokens: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
         return self.compare(self.embed_images(pixels), self.embed_texts(tokens, padding_mask))

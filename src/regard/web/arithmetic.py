@@ -26,7 +26,7 @@ def weight_arithmetic(
 ) -> dict[str, Any]:
     """All intermediate numbers between a query and a key of one head; ``values`` is v of the layer (B, G, S, D).
 
-    A fully masked row has an infinite maximum and log-sum-exp, which become null in JSON.
+    A fully masked row has an infinite log-sum-exp, which becomes null in JSON.
     """
     one_head = attention.head(0, head)
     weight = float(one_head.tile(row, col))
@@ -53,7 +53,6 @@ def weight_arithmetic(
         "bias": bias,
         "masked": is_masked,
         "score": None if is_masked else scaled + bias,
-        "max": float(scores.max()),
         "lse": float(walk.lse[0, 0, row]),
         "sink": None if scoring.sinks is None else float(one_head.sink_shares()[0, 0, row]),
         "weight": weight,

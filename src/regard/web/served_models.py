@@ -17,9 +17,11 @@ from ..data.images import open_image
 from ..errors import BadData, UsageError
 from ..generation.prompts import max_text_length
 from ..generation.text_codec import ModelTokenizers
+from ..layers.quantised_linear import Int8Linear
 from ..lens.capture import attention_modules, n_heads_of, stacks
 from ..lens.capture_inputs import tokenizers
 from ..lens.labels import Label, token_labels
+from ..lens.why import split_kinds
 from ..models import Model
 from .requests import Limits, LookRequest, ModelChanges, RequestRefused, SearchRequest
 from .run_examples import RunExamples, examples_of_run, name_of_run, run_with_checkpoints, spelled_words
@@ -80,6 +82,9 @@ class ServedModel:
 
     def to_dict(self) -> dict[str, Any]:
         config = self.config
+        is_layered = bool(stacks(self.model)) and (self.model.head or self.model.class_head) is not None
+        can_split = is_layered and not any(isinstance(part, Int8Linear) for part in self.model.modules())
+        attentions: list[Any] = [module for modules in attention_modules(self.model).values() for module in modules]
         return {
             "id": self.id,
             "name": self.name,
@@ -91,7 +96,10 @@ class ServedModel:
             "image": config.source == "image",
             "source": self.has_source,
             "causal": any(stack.causal for stack in self.model.stacks()) and not config.mixing.recurrent,
-            "layered": bool(stacks(self.model)) and (self.model.head or self.model.class_head) is not None,
+            "scales": all(module.mechanism.kind == "dot" for module in attentions),
+            "layered": is_layered,
+            "contributes": can_split,
+            "splits": split_kinds(self.model) if can_split else [],
             "state_space": config.mixing.recurrent,
             "experts": config.experts is not None,
             "history": self.run is not None and config.source == "text",
@@ -225,9 +233,7 @@ def planned_bytes(served: ServedModel, body: LookRequest, search: dict[str, Any]
     total = 0
     for kind, size in attention_sizes(served.model).items():
         d_head = config.d_head or config.d_model // size["heads"]
-        n_rows, n_cols = lengths.get(
-            kind, (n_source, n_source)
-        )  # a stage of an image encoder has no more than all patches
+        n_rows, n_cols = lengths.get(kind, lengths["encoder"])  # a stage of an image encoder has at most all patches
         heads = size["heads"] * n_rows + (config.n_kv_heads or size["heads"]) * n_cols
         total += 4 * size["layers"] * heads * d_head
     return total

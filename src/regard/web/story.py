@@ -98,6 +98,7 @@ def _head(session: LookSession, record: ActivationRecord, at: HeadView, row: int
     return {
         "q": _numbers(q),
         "width": len(q),
+        "normaliser": call.mechanism.normaliser,
         "factor": call.mechanism.factor(len(q)) if is_dot else None,  # type: ignore[attr-defined]
         "keys": [
             {

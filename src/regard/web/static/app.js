@@ -96,7 +96,7 @@ export class App {
   /** Request a look at the current input; only the look that was requested last is shown. */
   async run() {
     const missing = this.source.offline ? null : this.composer.missing();
-    if (missing) throw new Failure(this.t(missing));
+    if (missing) throw new Failure(missing);
     const mine = ++this.runs;
     const isStreamed = this.look && this.view?.write && this.composer.streams(); // to a view that shows the text being generated
     this.composer.busy(this.t(isStreamed ? "writing" : "looking"));
@@ -200,6 +200,7 @@ export class App {
   /** An error message in the page's language; the translations are loaded when the first one is needed. */
   async sentence(message) {
     if (message === "offline") return this.t(this.source.inPage ? "page.offline" : "error.offline");
+    if (message.startsWith("error.")) return this.t(message);
     if (this.source.offline) return message;
     return (await import("./server_errors.js")).serverError(message, document.documentElement.lang);
   }

@@ -57,7 +57,7 @@ export class PageLook {
     const { trace, id, page: { model } } = this, kinds = {};
     for (const [kind, maps] of Object.entries(this.maps)) {
       const { rows, cols } = this.view(kind, reading);
-      kinds[kind] = { layers: maps.length, heads: maps[0].heads, n_rows: rows.length, n_cols: cols.length };
+      kinds[kind] = { layers: maps.length, heads: maps[0].heads, n_rows: rows.length, n_cols: cols.length, normalised: !maps[0].site.sinks };
     }
     return { id, model: model.id, text: trace.text ?? null, target: trace.target_text ?? null, kinds, beams: Boolean(trace.generated?.steps), ...this.summary(), ...(trace.image ? { image: trace.image } : {}) };
   }

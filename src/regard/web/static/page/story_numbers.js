@@ -22,7 +22,7 @@ export function weightArithmetic(look, kind, layer, asked, row, col) {
   const product = dot(q, k), scaled = map.scaled(product), bias = map.bias(head, row, col), masked = !map.allows(row, col), scores = map.scores(head, row), weight = map.row(head, row)[col];
   return {
     mechanism: site.cap ? "capped-dot" : "dot", normaliser: "softmax", q: Array.from(q), k: Array.from(k), dot: site.cap ? null : product, factor: site.cap ? null : map.factor,
-    scaled, bias, masked, score: masked ? null : scaled + bias, max: finite(Math.max(...scores)), lse: finite(map.lse(head, scores)), sink: map.sink(head, scores), weight,
+    scaled, bias, masked, score: masked ? null : scaled + bias, lse: finite(map.lse(head, scores)), sink: map.sink(head, scores), weight,
     v: Array.from(v), contribution: Array.from(v, (x) => weight * x), head, row: rowArithmetic(look, kind, layer, head, map.row(head, row), scores, col),
   };
 }
@@ -73,7 +73,7 @@ function headNumbers(look, kind, layer, head, row) {
   const cols = [...visible, ...hidden.slice(0, 1)].sort((a, b) => a - b), outputs = look.at(`${site.site}.heads`).data; // with one masked key as an example
   const heads = Array.from({ length: map.heads }, (_, h) => outputs.subarray((h * rows + row) * width, (h * rows + row + 1) * width));
   return {
-    q: numbers(q), width, factor: site.cap ? null : map.factor,
+    q: numbers(q), width, normaliser: "softmax", factor: site.cap ? null : map.factor,
     keys: cols.map((index) => {
       const k = map.key(head, index);
       return { index, k: numbers(k), v: numbers(value(look, kind, layer, head, index)), dot: site.cap ? null : dot(q, k), score: finite(scores[index]), weight: weights[index] };

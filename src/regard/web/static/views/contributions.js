@@ -31,7 +31,6 @@ class Contributions {
 
   async update() {
     const { app } = this, { data, look, state, t } = app, mine = ++this.asked;
-    if (!app.model().layered) { this.says.textContent = t("layered.none"); return; }
     let position, labels;
     if (!look.classes) {
       const { now } = state;
@@ -127,6 +126,6 @@ class Contributions {
 
 export default {
   id: "contributions", panel: false, controls: [],
-  fits: (app) => !app.source.offline && Boolean(app.model()),
+  fits: (app) => !app.source.offline && Boolean(app.model()?.contributes),
   open: (host, app) => new Contributions(host, app),
 };

@@ -59,7 +59,7 @@ class ExpertColours {
     const places = this.places(pen.width, pen.font(SIZE)), colour = (e) => hue(e, load.length, theme);
     const opacity = (e) => this.over < 0 || this.over === e ? 1 : 0.25;
     places.forEach(({ text, x, y, wide }, i) => {
-      const [first] = experts[i], lines = experts[i].map((e, n) => `${t("experts.one", { n: e })}: ${number(weights[i][n])}`);
+      const [first] = experts[i], lines = experts[i].map((e, n) => `${t("experts.one", { n: e + 1 })}: ${number(weights[i][n])}`);
       pen.rect(x, y + 4, wide, STEP - 8, { fill: css(colour(first)), radius: 6, opacity: opacity(first) });
       pen.text(text, x + 8, y + STEP / 2, { size: SIZE, fill: inkOn(colour(first)) });
       pen.hit(x, y, wide, STEP, { expert: first, value: weights[i][0], lines: [shown(tokens[i]), ...lines] });
@@ -67,11 +67,11 @@ class ExpertColours {
     const top = (places.at(-1)?.y ?? 0) + 1.6 * STEP, most = Math.max(...load), left = 110, wide = Math.min(420, pen.width - left - 70);
     load.forEach((share, e) => {
       const y = top + e * LEGEND;
-      pen.text(t("experts.one", { n: e }), 0, y + LEGEND / 2, { size: 13, fill: ink });
+      pen.text(t("experts.one", { n: e + 1 }), 0, y + LEGEND / 2, { size: 13, fill: ink });
       pen.rect(left, y + 5, wide, LEGEND - 10, { fill: wash, radius: 4 });
       pen.rect(left, y + 5, (wide * share) / most, LEGEND - 10, { fill: css(colour(e)), radius: 4, opacity: opacity(e) });
       pen.text(percent(share), left + wide + 62, y + LEGEND / 2, { size: 13, align: "right", fill: ink });
-      pen.hit(0, y, pen.width, LEGEND, { expert: e, value: share, lines: [t("experts.share", { n: e })] });
+      pen.hit(0, y, pen.width, LEGEND, { expert: e, value: share, lines: [t("experts.share", { n: e + 1 })] });
     });
   }
 

@@ -59,7 +59,7 @@ class HeatMap {
     const { t } = this.app, step = (total, n) => (total / n).toFixed(total % n ? 1 : 0);
     const isWhole = exact || (matrix.rows === size.rows && matrix.cols === size.cols);
     this.shown.whole = isWhole;
-    this.caption.textContent = [isWhole ? t("heatmap.caption")
+    this.caption.textContent = [isWhole ? `${t("heatmap.caption")} ${this.app.look.kinds[kind].normalised === false ? "" : t("heatmap.sums")}`
       : t("heatmap.pooled", { r: step(size.rows, matrix.rows), c: step(size.cols, matrix.cols) }), this.app.readingNote()].join(" ");
     this.zooming.hidden = Math.max(size.rows, size.cols) < 24;
     this.sheet.redraw();

@@ -51,11 +51,6 @@ class Patching {
   async update(changed) {
     const { app } = this, { data, look, state, t } = app, { corrupted, over } = state.now, mine = ++this.asked;
     this.giveUp?.abort();
-    if (!app.model().layered || look.image) {
-      this.form.hidden = true;
-      this.says.textContent = t(look.image ? "patching.image" : "layered.none");
-      return;
-    }
     if (!corrupted || corrupted === look.text) { this.says.textContent = t("patching.first"); this.shown = null; this.sheet.redraw(); return; }
     if (this.shown && [...changed].every((name) => ["patch", "from"].includes(name))) { this.page(); await this.patch(); return; }
     const { kind } = app.where(), then = await this.other(corrupted), { signal } = this.giveUp = new AbortController();
@@ -226,6 +221,6 @@ class Patching {
 
 export default {
   id: "patching", panel: false, controls: ["kind"],
-  fits: (app) => !app.source.offline && Boolean(app.model()),
+  fits: (app) => !app.source.offline && Boolean(app.model()?.layered) && !app.look.image,
   open: (host, app) => new Patching(host, app),
 };

@@ -55,7 +55,7 @@ class Story {
     if (mine !== this.asked) return;
     this.told = { ...told, kind, layer, one, row, rowLabels, colLabels, read }; // a row of cross-attention is labelled with the token it predicts
     offer(this.row, read, row);
-    this.intro.textContent = t(look.classes ? "story.intro.class" : look.image ? "story.intro.image" : app.model().source ? "story.intro.source" : "story.intro", { token: shown(read[row]), l: layer + 1, h: one + 1, word: shown(told.predictions[0].text) });
+    this.intro.textContent = t(look.classes ? "story.intro.class" : !app.model().generates ? "story.intro.at" : look.image ? "story.intro.image" : app.model().source ? "story.intro.source" : "story.intro", { token: shown(read[row]), l: layer + 1, h: one + 1, word: shown(told.predictions[0].text) });
     this.build();
     this.mapSheet.redraw();
   }
@@ -80,7 +80,7 @@ class Story {
   }
 
   title(stage) {
-    const { look, t } = this.app, form = { tokens: look.image ? "patches" : "tokens", end: look.classes ? "box.class" : "end" }[stage] ?? stage;
+    const { look, t } = this.app, form = { tokens: look.image ? "patches" : "tokens", end: this.app.model().generates ? "end" : "box.class" }[stage] ?? stage;
     return t(`story.${form}`);
   }
 
@@ -100,10 +100,10 @@ class Story {
     const values = {
       tokens: { n: (kind === "cross" ? colLabels : read).filter((label) => label.box || !look.image).length, m: n }, vectors: { token, width: embedding.width }, qkv: { token, l: layer + 1, h: one + 1, width: head.width },
       scores: { token, key, dot: brief(heaviest.dot), score: brief(heaviest.score) }, softmax: { key, p: percent(heaviest.weight) }, mix: { p: percent(heaviest.weight), key },
-      heads: { n: head.heads.length }, layer: { neurons: parts.neurons ?? "–", active: parts.active ?? "–" }, layers: { n: told.layers.length - 1 }, end: { word: shown(predictions[0].text), p: percent(predictions[0].probability), token: shown(read[told.position] ?? rowLabels[row]) },
+      heads: { n: head.heads.length }, layer: parts, layers: { n: told.layers.length - 1 }, end: { word: shown(predictions[0].text), p: percent(predictions[0].probability), token: shown(read[told.position] ?? rowLabels[row]) },
     }[stage];
     const form = { tokens: look.image ? (kind === "cross" ? ".image" : ".patches") : kind === "cross" ? ".source" : "", vectors: this.embeddingForm(embedding),
-      qkv: kind === "cross" ? ".cross" : "", scores: head.factor !== null && Math.abs(heaviest.dot / Math.sqrt(head.width) - heaviest.score) < 0.005 ? "" : ".other", layer: told.norm_place === "post" ? ".post" : "", end: look.classes ? ".class" : "" }[stage] ?? "";
+      qkv: kind === "cross" ? ".cross" : "", scores: head.factor !== null && Math.abs(heaviest.dot / Math.sqrt(head.width) - heaviest.score) < 0.005 ? "" : ".other", softmax: { linear: ".linear", sigmoid: ".sigmoid" }[head.normaliser] ?? "", layer: parts.neurons === undefined ? ".experts" : told.norm_place === "post" ? ".post" : "", end: look.classes ? ".class" : app.model().generates ? "" : ".at" }[stage] ?? "";
     const says = t(`story.${stage}${form}.says`, values);
     const more = { vectors: embedding.width > embedding.sum.length && t("story.cut"), qkv: app.where().head < 0 && t("walk.onehead", { h: one + 1 }) }[stage];
     return more ? `${says} ${more}` : says;

@@ -41,11 +41,11 @@ class Variant {
   }
 
   showSettings() {
-    const { app } = this, { t, state } = app, { causal, scale } = state.now, { d_head: width, causal: hides, layered } = app.model(), root = Math.sqrt(width);
+    const { app } = this, { t, state } = app, { causal, scale } = state.now, { d_head: width, causal: hides, layered, scales } = app.model(), root = Math.sqrt(width);
     this.settings.replaceChildren(...[
       hides && check(t("variant.causal"), causal, (on) => state.set({ causal: on }), "causal"),
-      check(t("variant.root"), scale !== root, (on) => { state.set({ scale: on ? 1 : root }); this.showSettings(); }, "root"),
-      slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => String(Number((2 ** v).toPrecision(3))), (v) => this.set({ scale: 2 ** v })),
+      scales && check(t("variant.root"), scale !== root, (on) => { state.set({ scale: on ? 1 : root }); this.showSettings(); }, "root"),
+      scales && slider(t("variant.scale"), { min: -3, max: 3, step: 0.25, name: "scale" }, Math.log2(scale || 1), (v) => String(Number((2 ** v).toPrecision(3))), (v) => this.set({ scale: 2 ** v })),
       layered && el("button", { type: "button", class: "second", "data-do": "find", onclick: () => app.guarded(() => this.findHead()) }, t("variant.find")),
       el("button", { type: "button", class: "plain", "data-do": "reset", onclick: () => { state.set({ causal: true, scale: 1, off: "" }); this.showSettings(); } }, t("variant.reset")),
     ].filter(Boolean));
@@ -61,6 +61,7 @@ class Variant {
     const { app } = this, { t, source, look } = app;
     this.matters.textContent = t("variant.finding");
     this.heads = await source.heads(look);
+    if (app.view !== this) return;
     const all = Object.entries(this.heads.without).flatMap(([kind, layers]) => layers.flatMap((line, layer) => line.map((share, head) => ({ kind, layer, head, share }))));
     const worst = all.reduce((a, b) => (b.share < a.share ? b : a)), { kind, layer, head, share } = worst;
     const words = { n: all.length, head: writerName(t, { ...worst, name: kind }), before: percent(this.heads.before), after: percent(share) };
@@ -130,7 +131,7 @@ class Variant {
   }
 
   /** The text that the model generates, as trained or with the changes. */
-  write(variant) {
+  generate(variant) {
     const { app } = this, key = `written ${JSON.stringify(variant ?? null)}`;
     if (!this.looks.has(key)) {
       const { source, image } = app.model(), { target, ...request } = app.composer.request(variant);
@@ -150,7 +151,7 @@ class Variant {
     if (!app.model().generates) { this.happened.textContent = ""; return; }
     const prompt = app.model().source || app.model().image ? "" : look.text;
     const room = this.hasRoom(), again = room && isChanged;
-    const [before, after, fits] = await Promise.all([room ? this.write(null) : null, again ? this.write(this.variant()) : null, isChanged ? Promise.all([look, then.look].map((one) => app.source.fit(one))) : null]);
+    const [before, after, fits] = await Promise.all([room ? this.generate(null) : null, again ? this.generate(this.variant()) : null, isChanged ? Promise.all([look, then.look].map((one) => app.source.fit(one))) : null]);
     if (mine !== this.asked) return;
     const side = (name, text, other) => el("section", { "data-side": name }, el("h2", {}, t(`variant.${name}`)), el("p", {}, prompt && el("bdi", { class: "quiet" }, prompt), el("bdi", { class: "new" }, ...marked(text, other))));
     this.written.replaceChildren(...(room ? [side("before", before, before), side("after", after ?? before, before)]

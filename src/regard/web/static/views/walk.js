@@ -42,10 +42,11 @@ class Walk {
       this.strip(pen, `q  ${shown(queryToken)}`, s.q, top, "q");
       this.strip(pen, `k  ${shown(keyToken)}`, s.k, top, "k");
     };
-    this.y = 14;
-    this.title(pen, t("walk.dot"));
+    const isDot = s.dot !== null && s.dot !== undefined;
+    Object.assign(this, { y: 14, nth: 0 });
+    this.title(pen, t(isDot ? "walk.dot" : "walk.both"));
     vectors();
-    if (s.dot !== null && s.dot !== undefined) {
+    if (isDot) {
       const product = s.q.map((q, i) => q * s.k[i]);
       this.strip(pen, "q × k", product, largest(product), "q × k");
       this.line(pen, "q · k", `${t("walk.sum")} =`, s.dot, "dot");
@@ -61,21 +62,21 @@ class Walk {
     if (Math.abs((this.height ?? 0) - this.y - 12) > 1) { this.height = this.y + 12; this.sheet.redraw(); }
   }
 
-  /** All scores of the row, their eˢ, and their shares of the sum; the chosen key in colour. */
+  /** All scores of the row and what its normaliser makes of them (eˢ and shares of the sum); the chosen key in colour. */
   softmax(pen) {
     const { steps: s, col, colLabels } = this.shown, { t } = this.app, { accent, ink, quiet, line, wash } = pen.colours;
-    const isLinear = s.normaliser === "linear", isAlone = s.normaliser === "sigmoid", sum = Math.exp(s.lse), small = pen.width < 520, left = small ? 96 : 150;
+    const form = s.normaliser, isSoft = form === "softmax", isShare = isSoft || form === "linear", sum = Math.exp(s.lse), small = pen.width < 520, left = small ? 96 : 150;
     const at = small ? [left + 62, left + 124, left + 186] : [left + 90, left + 190, left + 280], bar = at[2] + 14, room = pen.width - bar;
     const middle = () => this.y + LINE / 2, cell = (text, n, style = {}) => pen.text(text, at[n], middle(), { size: 13, align: "right", ...style });
-    this.title(pen, t(isAlone ? "walk.sigmoid" : "walk.softmax"));
-    ["s", isLinear || isAlone ? "" : "eˢ", isAlone ? "σ(s)" : isLinear ? "s ÷ Σ" : "eˢ ÷ Σ"].forEach((name, n) => cell(name, n, { fill: quiet, size: 12 }));
+    this.title(pen, t(`walk.${form}`));
+    ["s", isSoft ? "eˢ" : "", { softmax: "eˢ ÷ Σ", linear: "s ÷ Σ", sigmoid: "σ(s)", none: "" }[form]].forEach((name, n) => cell(name, n, { fill: quiet, size: 12 }));
     this.y += LINE;
     for (const { index, score, weight } of s.row.keys) {
       const chosen = index === col, fill = chosen ? accent : score === null ? quiet : ink, style = { fill, weight: chosen ? 600 : 400 };
       pen.text(fitted(shown(colLabels[index]), left - 12, pen.font(13)), left - 12, middle(), { size: 13, align: "right", ...style });
       cell(score === null ? "−∞" : rounded(score), 0, style);
-      if (!isLinear && !isAlone) cell(score === null ? "0" : rounded(Math.exp(score)), 1, style);
-      cell(rounded(weight), 2, style);
+      if (isSoft) cell(score === null ? "0" : rounded(Math.exp(score)), 1, style);
+      if (form !== "none") cell(rounded(weight), 2, style);
       pen.rect(bar, this.y + 7, room, LINE - 14, { fill: wash, radius: 4 });
       if (weight > 0) pen.rect(bar, this.y + 7, Math.max(2, room * weight), LINE - 14, { fill: chosen ? accent : quiet, radius: 4 });
       pen.hit(0, this.y, pen.width, LINE, { value: weight, name: shown(colLabels[index]), col: index });
@@ -94,11 +95,14 @@ class Walk {
     pen.path([small ? 0 : left - 40, this.y + 2, pen.width, this.y + 2], { stroke: line });
     this.y += 6;
     pen.text("Σ", left - 12, middle(), { size: 13, align: "right", weight: 600 });
-    if (!isAlone) cell(rounded(sum), isLinear ? 0 : 1, { weight: 600 });
-    cell(rounded(s.row.keys.reduce((total, { weight }) => total + weight, s.row.rest + (s.sink ?? 0))), 2, { weight: 600 });
+    if (isShare) cell(rounded(sum), isSoft ? 1 : 0, { weight: 600 });
+    cell(rounded(s.row.keys.reduce((total, { weight }) => total + weight, s.row.rest + (s.sink ?? 0))), form === "none" ? 0 : 2, { weight: 600 });
     this.y += LINE + 6;
-    const how = isAlone ? `1 ÷ (1 + ${s.masked ? "∞" : rounded(Math.exp(-s.score))}) =` : isLinear ? `${rounded(s.score)} ÷ ${rounded(sum)} =` : `${s.masked ? "0" : rounded(Math.exp(s.score))} ÷ ${rounded(sum)} =`;
-    this.line(pen, isAlone ? "σ" : "÷ Σ", how, s.weight, "weight", true);
+    const how = {
+      softmax: `${s.masked ? "0" : rounded(Math.exp(s.score))} ÷ ${rounded(sum)} =`, linear: `${s.masked ? "0" : rounded(s.score)} ÷ ${rounded(sum)} =`,
+      sigmoid: `1 ÷ (1 + ${s.masked ? "∞" : rounded(Math.exp(-s.score))}) =`, none: "s =",
+    }[form];
+    this.line(pen, { sigmoid: "σ", none: "" }[form] ?? "÷ Σ", how, s.weight, "weight", true);
     if (s.sink !== null && s.sink !== undefined) this.small(pen, `${rounded(s.sink)}: ${t("walk.sink")}`);
   }
 
@@ -119,7 +123,7 @@ class Walk {
   }
 
   title(pen, text) {
-    pen.text(text, 0, this.y + 14, { size: 14, weight: 600 });
+    pen.text(`${++this.nth} · ${text}`, 0, this.y + 14, { size: 14, weight: 600 });
     pen.path([0, this.y + 30, pen.width, this.y + 30], { stroke: pen.colours.line });
     this.y += 44;
   }

@@ -31,7 +31,9 @@ class Why {
 
   async update() {
     const { app } = this, { data, t } = app, mine = ++this.asked;
-    if (!app.model().layered) { this.pair.node.hidden = true; this.says.textContent = t("layered.none"); return; }
+    const splits = app.model().splits.includes(app.where().kind);
+    this.pair.node.hidden = this.place.hidden = !splits;
+    if (!splits) { this.note.textContent = ""; this.says.textContent = t("why.none"); return; }
     const pair = await this.pair.chosen(), { kind, layer, head, row, col } = pair;
     const found = await data.why(kind, layer, head, row, col);
     if (mine !== this.asked) return;
@@ -111,6 +113,6 @@ class Why {
 
 export default {
   id: "why", panel: false, controls: ["kind", "layer", "head"],
-  fits: (app) => !app.source.offline && Boolean(app.model()),
+  fits: (app) => !app.source.offline && app.model()?.splits.length > 0,
   open: (host, app) => new Why(host, app),
 };
