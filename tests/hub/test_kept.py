@@ -116,6 +116,16 @@ def test_rules_for_tokens_that_are_not_followed_are_named(tmp_path: Path, caplog
     assert "forced_bos_token_id=5, bad_words_ids=[[8, 9]]" in caplog.text
 
 
+def test_penalties_that_are_not_followed_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = directory("gpt2", tmp_path / "theirs")
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}')
+    load(folder)
+    assert caplog.text == ""
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 1.05, "no_repeat_ngram_size": 3}')
+    load(folder)
+    assert "generates with repetition_penalty=1.05, no_repeat_ngram_size=3, which regard does not follow" in caplog.text
+
+
 @pytest.mark.parametrize("beam", [1, 3])
 def test_tokens_that_no_text_may_contain(beam: int, tmp_path: Path) -> None:
     """Every published Marian forbids its padding, whose logit is 0 and was never trained."""

@@ -24,8 +24,14 @@ from .weight_steps import Step
 
 OWN_TYPE = "regard"
 _OWN_SECTION = "regard"
-# Settings of transformers that force tokens or forbid them at some places only.
-_TOKEN_RULES = ("forced_bos_token_id", "begin_suppress_tokens")
+# Settings of transformers that change which tokens are chosen, with the values that change nothing.
+_TOKEN_RULES = {
+    "forced_bos_token_id": None,
+    "begin_suppress_tokens": None,
+    "repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+}
 _TOKEN_IDS = ("_token_id", "_token_ids", "bad_words_ids")
 _KINDS = ("architecture", "source")  # a difference in these is a different kind of model
 _MAX_LAYERS = 10_000  # families build lists of layers; a billion of them would not fit into memory
@@ -99,8 +105,9 @@ def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = N
     settings = {**fields, **(generation or {})}
     forbidden, sequences = _forbidden_ids(config, settings)
     ignored = {name: settings.get(name) for name in _TOKEN_RULES} | {"bad_words_ids": sequences or None}
-    if rules := [f"{name}={value}"[:100] for name, value in ignored.items() if value is not None]:
-        hint = "give prefix=… or logit_bias=… for the same texts"
+    is_rule = {name: value not in (None, _TOKEN_RULES.get(name)) for name, value in ignored.items()}
+    if rules := [f"{name}={value}"[:100] for name, value in ignored.items() if is_rule[name]]:
+        hint = "give prefix, logit_bias, repetition_penalty, no_repeat_ngram or min_new_tokens for the same texts"
         _log.warning("transformers generates with %s, which regard does not follow; %s", ", ".join(rules), hint)
     config = section_config or config.with_(**_generation_ids(config, generation or {}))
     config = config.with_(more_eos_ids=_more_eos_ids(config, generation or {}, fields), forbidden_ids=forbidden)
