@@ -12,6 +12,7 @@ from PIL import Image
 
 import regard
 from regard import cli
+from regard.data.sources import open_source
 
 Said = pytest.CaptureFixture[str]
 SMALL = (
@@ -95,6 +96,7 @@ def test_another_encoding_is_said(tmp_path: Path, capsys: Said, caplog: pytest.L
     said = capsys.readouterr().out
     assert f"{path} is read as CP949" in said
     assert "sentence 1 → 문장 1" in said
+    open_source(path)
     assert "is read as CP949; data.encoding=… sets another encoding" in caplog.text
     assert run("data", "describe", path, "--tokenizer", "none", "--json") == 0
     document = json.loads(capsys.readouterr().out)
