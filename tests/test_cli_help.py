@@ -159,6 +159,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     language_model().save(folder / "speaker")
     captioner().save(folder / "captioner")
     classifier().save(folder / "judge")
+    classifier().save(folder / "a judge")
     image_classifier().save(folder / "eye")
     language_model().save(folder / "runs/lm")
     (folder / "photos").mkdir()
@@ -185,6 +186,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["generate", "translator", "--file", "text.txt", "--lines"], 1, "regard translate translator"),
         (["generate", "eye", "hi"], 1, "it is for classify-images: regard classify eye"),
         (["translate", "judge", "hi"], 1, "it is for classify: regard classify judge"),
+        (["translate", "a judge", "hi"], 1, "it is for classify: regard classify 'a judge'"),
         (["translate", "captioner", "hi"], 1, "it is for caption: regard caption captioner"),
         (["classify", "speaker", "hi"], 1, "it is for lm: regard generate speaker"),
         (["classify", "captioner", "a.png"], 1, "it is for caption: regard caption captioner"),

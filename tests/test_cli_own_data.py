@@ -12,6 +12,7 @@ from PIL import Image
 
 import regard
 from regard import cli
+from regard.data.sources import open_source
 
 Said = pytest.CaptureFixture[str]
 SMALL = (
@@ -88,13 +89,15 @@ def test_korean_column_names_are_known_and_others_are_suggested_in_order(tmp_pat
     assert "data.columns=감상,별점" in capsys.readouterr().err
 
 
-def test_another_encoding_is_said(tmp_path: Path, capsys: Said) -> None:
+def test_another_encoding_is_said(tmp_path: Path, capsys: Said, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "pairs.csv"
     path.write_bytes(("en,ko\n" + "".join(f"sentence {n},문장 {n}\n" for n in range(30))).encode("cp949"))
     assert run("data", "describe", path, "--tokenizer", "none") == 0
     said = capsys.readouterr().out
     assert f"{path} is read as CP949" in said
     assert "sentence 1 → 문장 1" in said
+    open_source(path)
+    assert "is read as CP949; data.encoding=… sets another encoding" in caplog.text
     assert run("data", "describe", path, "--tokenizer", "none", "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert document["bad_lines"]["encodings"] == {str(path): "cp949"}

@@ -520,6 +520,12 @@ def test_comet_where_its_package_is_installed(
         regard.evaluate(house("classify"), comet="x")
 
 
+@pytest.mark.parametrize("option", ["beam", "length_penalty"])
+def test_options_of_a_search_are_refused_where_nothing_is_generated(house: House, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}=4 is for generated texts, but .* is for the task 'classify'"):
+        _ask(house("classify"), **{option: 4})
+
+
 def test_a_run_against_itself(house: House) -> None:
     for name in ("translate", "lm", "mlm", "classify", "caption"):
         for one in _ask(house(name), against=house(name))["valid"].comparisons:

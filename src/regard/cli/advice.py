@@ -6,6 +6,7 @@ A missing directory gets the name of the nearest run; a model that does not suit
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -141,4 +142,4 @@ def _advise_command(words: Sequence[str]) -> str:
     except Exception:  # a hint must not cause a second failure
         return ""
     options = " --classes NAMES" if task == "contrast" else ""
-    return f"; it is for {task}: regard {_COMMAND_OF_TASK.get(task, task)} {words[0]}{options}"
+    return f"; it is for {task}: regard {_COMMAND_OF_TASK.get(task, task)} {shlex.quote(words[0])}{options}"

@@ -125,7 +125,7 @@ def open_source(
     if opened.split.train_sha256 == opened.split.valid_sha256:
         _log.warning("%s", localise(f"{config.source}: the held-out examples are the training examples themselves"))
     for file, encoding in opened.report.encodings.items():
-        _log.warning("%s", localise(f"{file} is read as {encoding.upper()}; encoding=… sets another encoding"))
+        _log.warning("%s", localise(f"{file} is read as {encoding.upper()}; data.encoding=… sets another encoding"))
     return opened
 
 

@@ -106,13 +106,12 @@ def evaluate(
 def _task_options(predictor: Predictor, *, comet: str | None, **options: Any) -> dict[str, Any]:
     """The options that the task has; those that are not given are as in training. The others are refused."""
     task_class, recipe = predictor.task_class, predictor.config.train
-    fitting = f"but {predictor.name} is for the task {task_class.name!r}"
-    if (stride := options["stride"]) is not None and "stride" not in task_class.evaluation_options:
-        raise ValueError(f"stride={stride} is for language models, {fitting}")
-    if comet is not None and not issubclass(task_class, Translate):
-        raise ValueError(f"comet={comet} is for translations, {fitting}")
-    options = {name: getattr(recipe, name, None) if x is None else x for name, x in options.items()}
-    return {name: value for name, value in options.items() if name in task_class.evaluation_options}
+    own = task_class.evaluation_options
+    for name, value in {**options, "comet": comet}.items():
+        if value is not None and name not in own and not (name == "comet" and issubclass(task_class, Translate)):
+            kind = {"stride": "language models", "comet": "translations"}.get(name, "generated texts")
+            raise ValueError(f"{name}={value} is for {kind}, but {predictor.name} is for the task {task_class.name!r}")
+    return {name: getattr(recipe, name, None) if options[name] is None else options[name] for name in own}
 
 
 def _with_comet(scores: Scores, judge: Comet) -> Scores:
