@@ -260,6 +260,15 @@ def test_without_a_twin_the_log_and_the_card_say_so(tmp_path: Path, caplog: pyte
     assert "from transformers import" not in (saved / "README.md").read_text(encoding="utf-8")
 
 
+def test_a_model_with_attention_is_compared_with_types_that_have_it() -> None:
+    """FNet, which has fewer fields that can differ, is not the nearest type."""
+    fields = {"positions": "rope", "norm": "rms", "norm_place": "pre", "ff_bias": False, "pooling": "mean"}
+    modern = preset("bert-base", qk_norm=True, **fields)
+    assert not any("fnet" in obstacle for obstacle in write_config(modern).obstacles)
+    (obstacle,) = write_config(preset("bert-base", mixer="additive", **fields)).obstacles
+    assert obstacle.startswith("mixer='additive' (")
+
+
 def test_the_card_says_how_to_open_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = ours(positions="learned", norm_place="pre", activation="gelu_tanh")
     card = (model.save(tmp_path / "model") / "README.md").read_text(encoding="utf-8")

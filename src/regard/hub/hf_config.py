@@ -33,7 +33,7 @@ _TOKEN_RULES = {
     "min_length": 0,
 }
 _TOKEN_IDS = ("_token_id", "_token_ids", "bad_words_ids")
-_KINDS = ("architecture", "source")  # a difference in these is a different kind of model
+_KINDS = ("architecture", "source", "mixer")  # a difference in these is a different kind of model
 _MAX_LAYERS = 10_000  # families build lists of layers; a billion of them would not fit into memory
 # What a family's ``read`` can raise on arbitrary values; it does not check each field.
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StopIteration)
