@@ -59,6 +59,25 @@ def test_pairs_are_typed_or_two_columns(
     assert cli.main(["classify", model, "a", "b", "--second", "c"]) == 2
 
 
+def test_a_model_of_pairs_refuses_single_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        f"the man plays {n},{'nobody plays' if n % 2 else 'he plays'},{'no' if n % 2 else 'yes'}" for n in range(40)
+    ]
+    (tmp_path / "pairs.csv").write_text("\n".join(["premise,hypothesis,label", *rows]), encoding="utf-8")
+    words = [f"data.source={tmp_path}/pairs.csv", f"train.out={tmp_path}/run", "train.steps=2", "train.device=cpu"]
+    sizes = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2", "model.d_ff=32"]
+    assert cli.main(["train", "classify", *words, *sizes]) == 0
+    assert cli.main(["export", f"{tmp_path}/run", "int8", f"{tmp_path}/int8"]) == 0
+    for model in (f"{tmp_path}/run", f"{tmp_path}/int8"):
+        capsys.readouterr()
+        assert cli.main(["classify", model, "the man plays"]) == 2
+        assert "this model reads pairs of texts: add the second one" in capsys.readouterr().err
+        said(capsys, model, "the man plays", "--second", "he plays")
+    single = [*words[:1], "data.columns=premise,label", f"train.init={tmp_path}/run", f"train.out={tmp_path}/b"]
+    assert cli.main(["train", "classify", *single, *words[2:]]) == 0
+    said(capsys, f"{tmp_path}/b", "the man plays")
+
+
 def test_several_labels(models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = models["multi_label"]
     (expected,) = regard.classify(model, "a man plays", threshold=0.0)

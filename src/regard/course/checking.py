@@ -249,8 +249,8 @@ def check_file(exercise: Exercise, file: Path, seconds: float = SECONDS) -> Verd
 def _too_long(exercise: Exercise, seconds: float, dump: str) -> Verdict:
     """The verdict on a timeout; ``dump`` is the traceback of faulthandler, which has the line of the learner's file."""
     match = re.search(rf'{exercise.file_name}\.py", line (\d+)', dump)
-    where = f" in line {match[1]}" if match else ""
-    sentence = f"{exercise.function} took longer than {seconds:g} seconds{where}: is there a loop that does not end?"
+    where = f"seconds in line {match[1]}" if match else "seconds"
+    sentence = f"{exercise.function} took longer than {seconds:g} {where}: is there a loop that does not end?"
     return Verdict(exercise.number, False, localise(sentence))
 
 

@@ -33,6 +33,10 @@ def label_answerer(
         raise ValueError(f"this model reads one {model.config.source} at a time, not pairs of texts")
     if is_tagger:
         return _tag_answerer(model, truncate)
+    if not has_pairs and model.processor is not None and model.processor.reads_pairs:
+        raise ValueError(
+            "this model reads pairs of texts: add the second one (--second TEXT, or --column A,B for a table)"
+        )
     label_threshold = 0.5 if threshold is None else threshold
 
     def answer(inputs: list[str]) -> list[Answer]:

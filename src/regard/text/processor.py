@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +25,12 @@ _SPECIAL_TOKENS = {
 ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"
 IMAGE, TOKENIZER_CONFIG = "preprocessor_config.json", "tokenizer_config.json"
 PROMPTS = "config_sentence_transformers.json"  # the prompts to prepend to texts before they are embedded
-# Files beside the tokenizer that other programs read; they are written back unchanged.
+INPUTS = "inputs.json"  # of a classifier of pairs: that it reads two texts
+# Files beside the tokenizer, mostly for other programs; they are written back unchanged.
 _COMPANIONS = (
     *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
     *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"),
-    *("source.spm", "target.spm", "target_vocab.json", IMAGE, PROMPTS),
+    *("source.spm", "target.spm", "target_vocab.json", IMAGE, PROMPTS, INPUTS),
 )
 PROCESSOR_FILES = (ONE, SOURCE, TARGET, *_COMPANIONS)
 
@@ -59,7 +60,7 @@ class Processor:
     image: ImageProcessor | None = None
     labels: tuple[str, ...] | None = None
     chat_template: str | None = None  # Jinja template that writes messages as text
-    companions: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # files for other programs, by name
+    companions: Mapping[str, bytes] = field(default_factory=dict, repr=False)  # the files of _COMPANIONS, by name
 
     @property
     def tokenizers(self) -> dict[str, Tokenizer]:
@@ -94,6 +95,16 @@ class Processor:
         if name is not None and name not in prompts:
             raise ValueError(f"there is no prompt {name!r}; this model has {', '.join(prompts) or 'none'}")
         return "" if name is None else prompts[name]
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether the model is a classifier that was trained on pairs of texts."""
+        return INPUTS in self.companions
+
+    def with_pairs(self, reads_pairs: bool) -> Processor:
+        """The processor of a classifier that is trained on pairs of texts, or on single ones."""
+        others = {name: content for name, content in self.companions.items() if name != INPUTS}
+        return replace(self, companions=others | ({INPUTS: to_json({"texts": 2})} if reads_pairs else {}))
 
     def sizes(self) -> dict[str, int]:
         """Vocabulary size of each side that has its own tokenizer."""

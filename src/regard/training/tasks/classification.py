@@ -26,6 +26,7 @@ from ...data.batching import (
 )
 from ...data.example_files import ExampleFile
 from ...data.examples import Example, ImageExample, Label, Labelled, image_name
+from ...data.sources import Source
 from ...data.token_files import Pieces, TokenFile, whole_documents
 from ...errors import UsageError
 from ...generation.generate import inference
@@ -184,6 +185,10 @@ class Classify(ClassificationTask):
     template = "bos-eos"
     needs_positions = True
 
+    def __init__(self, config: RunConfig, source: Source, processor: Processor | None = None) -> None:
+        super().__init__(config, source, processor)
+        self.processor = self.processor.with_pairs(self._has_pairs)
+
     def _new_processor(self) -> Processor:
         examples = cast(list[Labelled], self.first(self.source.train, MAX_TOKENIZER_TEXTS))
         texts = [text for x in examples for text in (x.text, x.second) if text is not None]
@@ -213,7 +218,8 @@ class Classify(ClassificationTask):
 
     @cached_property
     def _has_pairs(self) -> bool:
-        return cast(Labelled, (self.source.train or self.source.valid)[0]).second is not None
+        examples = cast(Sequence[Labelled], self.source.train or self.source.valid)
+        return bool(examples) and examples[0].second is not None
 
     def example_words(self) -> list[str]:
         example = cast(Labelled, (self.source.valid or self.source.train)[0])
