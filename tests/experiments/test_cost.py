@@ -166,6 +166,25 @@ def test_linear_mixers_cost_what_they_declare(mixer: str, features: int, archite
     assert counter.get_total_flops() == others + 2 * tokens * n_heads * making + sums
 
 
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+@pytest.mark.parametrize("source", [24, 100, 5])
+@pytest.mark.parametrize(("mixer", "features"), [("additive", 0), ("linear", 8), ("performer", 12)])
+def test_cross_attention_makes_the_keys_of_each_source_token_once(
+    mixer: str, features: int, source: int, n_kv_heads: int
+) -> None:
+    size = {"mixer_size": features} if mixer == "performer" else {}
+    config = ModelConfig(**TINY | {"max_len": 128}, mixer=mixer, n_kv_heads=n_kv_heads, **size)
+    model = build(config).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(*inputs_of(config, 2, 24, source, "cpu"))
+    modules = counter.get_flop_counts().items()
+    counted = sum(sum(by_operator.values()) for name, by_operator in modules if name.endswith(".cross_attention"))
+    found = count(config, 2, 24, source)
+    # By convention not declared, but computed: the state's row of sums, in two layers.
+    sums = 2 * 2 * 2 * features * (24 * 4 + source * n_kv_heads)
+    assert counted == sum(part.forward for part in found if part.kind.startswith("cross")) + sums
+
+
 # ------------------------------------------------------------------------------------- parameters
 
 PUBLISHED = {

@@ -153,7 +153,7 @@ def test_contributions_that_are_not_defined_are_refused() -> None:
     record = capture(stages, *inputs_of(stages.config))
     with pytest.raises(ValueError, match="kind='encoder' is not one of the kinds of attention"):
         token_contributions(record)
-    with pytest.raises(ValueError, match="merges its tokens between stages"):
+    with pytest.raises(ValueError, match="do not share one residual stream"):
         layer_contributions(record, layer=0)
     fourier = small("bert-base-masked", mixer="fourier")
     with pytest.raises(ValueError, match="no attention weights in any of its layers"):

@@ -92,7 +92,7 @@ def test_a_head_that_copies_has_1_and_one_that_suppresses_minus_1() -> None:
 
 def test_heads_of_stages_have_no_common_stream_to_read_from() -> None:
     model = small("swin-tiny", stages=(1, 1), stage_heads=(2, 4), class_tokens=0, pooling="mean")
-    with pytest.raises(ValueError, match="merges its tokens between stages"):
+    with pytest.raises(ValueError, match="do not share one residual stream"):
         qk_circuit(model, 0, 0)
 
 

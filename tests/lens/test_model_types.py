@@ -87,7 +87,7 @@ def test_the_fast_path_and_the_compiled_one_give_what_the_formula_does(name: str
 def test_what_has_no_one_residual_stream_says_so(folder: Path) -> None:
     record = record_of(saved("swin", folder))
     for split in (lambda: record.logit_attribution(1), lambda: record.why(layer=0, head=0, row=0, col=0)):
-        with pytest.raises(ValueError, match="merges its tokens between stages"):
+        with pytest.raises(ValueError, match="do not share one residual stream"):
             split()
     two = regard.build(tiny_config("clip")).eval()
     with pytest.raises(ValueError, match="two towers run separately"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -214,6 +215,20 @@ def test_classes_are_named() -> None:
         logit_difference(model, "birds", "cats")
     with pytest.raises(ValueError, match="99 is not one of the 3 outputs of this model"):
         logit_difference(model, 99, 1)
+
+
+@pytest.mark.parametrize("estimate", [patching_sweep, attribution_patching])
+def test_a_metric_that_differs_by_rounding_only_is_refused(estimate: Callable[..., Any]) -> None:
+    """Without positions an encoder does not see the order of two words, but sums them up in another order."""
+    model = small("bert-base", positions="none", head="classify", n_classes=3)
+    first, others = torch.tensor([2]), torch.arange(4, 11)
+    clean, corrupted = (torch.cat((first, words))[None] for words in (others, others.flip(0)))
+    metric = logit_difference(model, 1, 2)
+    with torch.no_grad():
+        ends = [float(metric(model(x)).mean()) for x in (clean, corrupted)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5) and ends[0] != ends[1]
+    with pytest.raises(ValueError, match="the metric of pair 0 is the same on both prompts"):
+        estimate(model, clean, corrupted, metric)
 
 
 def test_wrong_pairs_are_refused_in_a_sentence() -> None:

@@ -18,6 +18,7 @@ import regard
 from regard.attention.masks import causal
 from regard.errors import BadModelFile, UsageError
 from regard.layers import TokenEmbedding
+from regard.lens.activations import capture
 from regard.models import Stack
 from regard.models.build import import_model_class, model_class, model_class_name
 from regard.models.components import TokenHead
@@ -102,6 +103,12 @@ def test_it_is_trained_and_loaded(run: Path) -> None:
     assert json.loads((run / "run.json").read_text())["model"]["model_class"] == NAME
     texts = regard.generate(run, ["to be", "to be, or not"], max_new_tokens=5)
     assert all(len(x) > 0 for x in texts)
+
+
+def test_the_lens_says_what_it_does_not_have() -> None:
+    model = GruModel(regard.ModelConfig(architecture="decoder", **SMALL, vocab_size=30)).eval()
+    with pytest.raises(ValueError, match="the layers of this model do not share one residual stream"):
+        capture(model, torch.tensor([[1, 2, 3]])).logit_attribution(1)
 
 
 def test_greedy_text_is_that_of_the_logits(run: Path) -> None:

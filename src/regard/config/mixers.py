@@ -26,6 +26,8 @@ class MixingWork(NamedTuple):
     d_head: int
     keys: float  # per query, on average
     size: int  # mixer_size, or the mechanism's default
+    n_kv_heads: int
+    sources: float = 1.0  # tokens that keys are made of, per token that is mixed
 
 
 def pairs_flops(work: MixingWork) -> float:
@@ -105,7 +107,7 @@ MIXERS: dict[str, Mixer] = {
         scaled=False,
         backends=("reference", "tiled", "triton"),
         # W_q q and W_k k once per token; v · tanh(…) and weight · value for every pair
-        flops=lambda work: pairs_flops(work) + 4 * work.n_heads * work.d_head**2,
+        flops=lambda work: pairs_flops(work) + 2 * (1 + work.sources) * work.n_heads * work.d_head**2,
     ),
     "sigmoid": Mixer(
         "regard.attention.mechanisms:Sigmoid",
@@ -130,7 +132,7 @@ MIXERS: dict[str, Mixer] = {
         scaled=False,
         backends=("reference", "linear"),
         # φ(k) vᵀ is added to a D × D state, φ(q) is multiplied with it
-        flops=lambda work: 4 * work.n_heads * work.d_head**2,
+        flops=lambda work: 2 * (work.n_heads + work.sources * work.n_kv_heads) * work.d_head**2,
     ),
     "performer": Mixer(
         "regard.attention.linear_attention:Performer",
@@ -141,7 +143,7 @@ MIXERS: dict[str, Mixer] = {
         backends=("reference", "linear"),
         size=256,
         # features of q and k, D × m each, and a state of m × D
-        flops=lambda work: 8 * work.n_heads * work.d_head * work.size,
+        flops=lambda work: 4 * (work.n_heads + work.sources * work.n_kv_heads) * work.d_head * work.size,
     ),
     "linformer": Mixer(
         "regard.attention.token_mixing:Linformer",

@@ -166,7 +166,7 @@ def contenders() -> dict[str, Contender]:
         if name in known or name == "dot":
             continue
         # The power is derived from the operations that the entry declares.
-        near, far = (entry.flops(MixingWork(8, 64, keys, entry.size or 0)) for keys in (1 << 14, 1 << 20))
+        near, far = (entry.flops(MixingWork(8, 64, keys, entry.size or 0, n_kv_heads=8)) for keys in (1 << 14, 1 << 20))
         matrices = (3.2, 6.5) if entry.weights and entry.family.kind == "shares" else (0, 0)
         build, grows, causal = _mixer_run(name), 2 if far > near else 1, None if entry.causal else False
         known[name] = Contender(name, entry.summary or name, "own", build, grows, matrices, causal=causal)

@@ -61,7 +61,7 @@ def residual_stack(model: Any, name: str) -> Stack:
     """The encoder or the decoder; raises if it is not a stack of layers on one residual stream."""
     stack = getattr(model, name, None)
     if not isinstance(stack, Stack):
-        raise ValueError("this model merges its tokens between stages, so there is no residual stream to split")
+        raise ValueError("the layers of this model do not share one residual stream, so there is nothing to split")
     return stack
 
 

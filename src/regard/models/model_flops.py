@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import ModelConfig
-from ..config.mixers import MixingWork, keys_per_query
+from ..config.mixers import MixingWork, keys_per_query, pairs_flops
 from ..foundation.checks import check_positive
 from ..layers import GATED
 from . import components
@@ -186,7 +186,7 @@ def _layers(config: ModelConfig, stack: StackShape, batch: int) -> Iterator[Flop
     if stack.memory is not None:
         products = 4.0 * (width * tokens * stack.q_width + stack.d_memory * batch * stack.memory * stack.kv_width)
         yield _unmasked_flops(stack.name, "cross projections", stack.n_layers * products)
-        by_token = mixing_flops(config, stack, stack.memory, cross=True)
+        by_token = mixing_flops(config, stack, stack.memory, stack.memory / stack.length)
         yield _unmasked_flops(stack.name, "cross attention", stack.n_layers * tokens * by_token)
     if not stack.d_ff:
         return
@@ -204,17 +204,18 @@ def _feed_forward_flops(config: ModelConfig, d_ff: int) -> float:
 def _read_states(config: ModelConfig, stack: StackShape, batch: int, n_queries: int, n_keys: int) -> float:
     """Learned vectors attend to the states of a stack, then a feed-forward network (resampler, "map" pooling)."""
     products = 4.0 * config.d_model * (n_queries * stack.q_width + n_keys * stack.kv_width)
-    attention = n_queries * mixing_flops(config, stack, n_keys, cross=True)
+    attention = n_queries * mixing_flops(config, stack, n_keys, n_keys / n_queries)
     return batch * (products + attention + n_queries * _feed_forward_flops(config, stack.d_ff))
 
 
-def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, cross: bool = False) -> float:
-    """Operations to mix one token with ``keys`` others, as declared by the mixer; cross-attention may use the dot
-    product instead."""
+def mixing_flops(config: ModelConfig, stack: StackShape, keys: float, sources: float | None = None) -> float:
+    """Operations to mix one token with ``keys`` others, as declared by the mixer; cross-attention, with ``sources``
+    tokens for each one that is mixed, may use the dot product instead."""
     mixing = config.mixing
-    work = MixingWork(stack.n_heads, stack.d_head, keys, mixing.size_of(config.mixer_size))
-    if cross and not mixing.cross:
-        return 4.0 * stack.n_heads * stack.d_head * keys
+    size, of_keys = mixing.size_of(config.mixer_size), 1.0 if sources is None else sources
+    work = MixingWork(stack.n_heads, stack.d_head, keys, size, stack.n_kv_heads, of_keys)
+    if sources is not None and not mixing.cross:
+        return pairs_flops(work)
     times = 2 if config.global_projections and config.global_tokens else 1  # local and global keys side by side
     return times * float(mixing.flops(work))
 

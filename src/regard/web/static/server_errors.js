@@ -57,7 +57,7 @@ const KOREAN = {
   "layer={layer} is not one of this model's": "이 모델에는 {layer}층이 없습니다.",
   "the text has {n} tokens; the limit here is {most}": "문장이 {n}토큰입니다. 여기서는 {most}토큰까지 계산할 수 있습니다.",
   "only a score that is a dot product of projected states can be split": "점수가 쿼리와 키의 내적일 때만 나누어 볼 수 있습니다.",
-  "this model merges its tokens between stages, so there is no residual stream to split": "단계 사이에서 토큰을 합치는 모델이라 나누어 볼 잔차 스트림이 없습니다.",
+  "the layers of this model do not share one residual stream, so there is nothing to split": "이 모델은 모든 층이 하나의 잔차 스트림에 값을 더하는 구조가 아니어서 나누어 볼 것이 없습니다.",
   "{norm} cannot be split; LayerNorm and RMSNorm can": "나누어 볼 수 없는 정규화입니다({norm}). LayerNorm과 RMSNorm만 됩니다.",
   "switching off {n} heads one by one takes too long for {m} tokens": "{m}토큰에서 헤드 {n}개를 하나씩 끄려면 너무 오래 걸립니다. 더 짧은 문장을 넣어 주세요.",
   "model {model} has no history: it does not come from a run with checkpoints": "{model} 모델에는 학습 중간에 저장한 체크포인트가 없습니다.",
