@@ -174,9 +174,9 @@ class Sweep:
             write_atomic(path, content)
 
     def check_same_settings(self, stored: Sweep, out: Path) -> None:
-        """Raise UsageError if a cell of the stored sweep has the same name but other settings, or results on other data.
+        """Raise UsageError if a cell of the stored sweep has the same name but other settings, or runs on other data.
 
-        Data may have moved, so those under another path are compared by their hash.
+        Files may have moved, so data at another path are compared by their hash.
         """
         own_cells, hash_of = {cell.name: cell for cell in self.rows}, cache(lambda data: open_source(data).sha256)
         for stored_cell in stored.rows:
@@ -188,11 +188,10 @@ class Sweep:
                 if before.get(name) != value:
                     change = f"{name}={before.get(name)}, not {value}; choose another directory with --out"
                     raise UsageError(f"{out} holds this sweep with other settings: {change}")
-            if former.data == config.data:
-                continue
-            results = (read_result(out, cell.name, seed) for seed in stored.seeds)
+            seeds = stored.seeds if former.data != config.data else ()
+            results = (read_result(out, cell.name, seed) for seed in seeds)
             if any(x and x.get("data_sha256") not in (None, hash_of(config.data)) for x in results):
-                raise UsageError(f"{out} holds runs of {cell.name!r} on other data; choose another directory with --out")
+                raise UsageError(f"{out} holds runs of {cell.name!r} on other data; choose another --out")
 
     def check_measures(self, file: Path) -> None:
         """Refuse to call a function that only a stored file names, unless it belongs to regard."""
