@@ -166,7 +166,7 @@ def resume(
     with closing(_open_group(recipe)) as group, _progress(style, group):
         inputs = resolve_run(config, task=task, data=data)
         if (name := run.facts.get("task_class")) not in (None, inputs.task_class.__name__):
-            raise UsageError(f"{path} was trained with the task class {name}: resume it in Python, with task={name}")
+            raise UsageError(f"{path} was trained with the task class {name}: resume it in Python with this class")
         source = open_run_source(inputs)
         if (recorded := run.facts["data"]["sha256"]) != source.sha256:
             hashes = f"its SHA-256 is {source.sha256[:12]}…, it was {recorded[:12]}…"
