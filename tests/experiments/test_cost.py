@@ -241,6 +241,15 @@ def test_what_cross_attention_keeps_of_a_source() -> None:
     assert sum(one.bytes for one in found) == cache.memory()
 
 
+def test_the_loss_of_a_captioner_takes_the_memory_of_its_language_models_loss() -> None:
+    """Its output table is as wide as the language model, not as the encoder."""
+    fields = {**IMAGES, "architecture": "encoder-decoder", "resampler_tokens": 3, "text_model": WRITER}
+    captioner, alone = (ModelConfig(**x) for x in (fields, WRITER))
+    losses = [training_memory(x, parameter_groups(x), Setting(2, 20)).by_part["loss"] for x in (captioner, alone)]
+    assert losses[0] == losses[1]
+    assert captioner.d_model != alone.d_model
+
+
 @pytest.mark.parametrize("text", [None, {}, {"window": 8, "n_kv_heads": 2, "positions": "rope"}])
 def test_the_cache_of_a_captioner_is_that_of_its_language_model(text: dict[str, Any] | None) -> None:
     """It keeps the keys of the resampler's vectors, not of the patches."""
