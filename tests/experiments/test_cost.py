@@ -241,6 +241,29 @@ def test_what_cross_attention_keeps_of_a_source() -> None:
     assert sum(one.bytes for one in found) == cache.memory()
 
 
+def test_the_loss_of_a_captioner_takes_the_memory_of_its_language_models_loss() -> None:
+    """Its output table is as wide as the language model, not as the encoder."""
+    fields = {**IMAGES, "architecture": "encoder-decoder", "resampler_tokens": 3, "text_model": WRITER}
+    captioner, alone = (ModelConfig(**x) for x in (fields, WRITER))
+    losses = [training_memory(x, parameter_groups(x), Setting(2, 20)).by_part["loss"] for x in (captioner, alone)]
+    assert losses[0] == losses[1]
+    assert captioner.d_model != alone.d_model
+
+
+@pytest.mark.parametrize("text", [None, {}, {"window": 8, "n_kv_heads": 2, "positions": "rope"}])
+def test_the_cache_of_a_captioner_is_that_of_its_language_model(text: dict[str, Any] | None) -> None:
+    """It keeps the keys of the resampler's vectors, not of the patches."""
+    fields: dict[str, Any] = {"architecture": "encoder-decoder", "resampler_tokens": 3}
+    fields |= {} if text is None else {"text_model": WRITER | {"n_layers": 3} | text}
+    config = ModelConfig(**IMAGES | fields)
+    model = build(config).eval()
+    cache = model.new_cache(2, 20)
+    with torch.no_grad():
+        memory = model.encode(torch.ones(2, config.n_channels, 16, 16))
+        model.decode(torch.ones(2, 1, dtype=torch.long), memory, cache=cache)
+    assert sum(one.bytes for one in kv_cache(config, 2, 20, dtype="fp32")) == cache.memory()
+
+
 @pytest.mark.parametrize("name", ["bahdanau-gru", "luong-lstm", "lstm-plain"])
 def test_a_recurrent_state_has_one_size(name: str) -> None:
     config = ModelConfig(**{**PRESETS[name], "vocab_size": 50, "d_model": 16})

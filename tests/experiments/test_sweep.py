@@ -20,6 +20,7 @@ import pytest
 from forked_shell import Shell
 from regard.cli import main
 from regard.config import MIXERS
+from regard.data.sources import open_source
 from regard.errors import BadModelFile, Diverged, RegardError, UsageError
 from regard.experiments import ablate
 from regard.experiments.ablations import SWEEPS
@@ -463,6 +464,26 @@ def test_weights_that_were_kept_stay(tmp_path: Path) -> None:
     assert unfinished_runs(sweep, tmp_path, keep=False) == ([], 2)
     assert (run_folder(tmp_path, "base", 0) / "run" / "checkpoints" / "weights").exists()
     assert not (run_folder(tmp_path, "h=1", 0) / "run" / "checkpoints").exists()
+
+
+def test_results_on_one_file_are_not_reported_as_those_on_another(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("first.tsv", "moved.tsv", "second.tsv")]
+    for file, word in zip(files, ("one", "one", "two"), strict=True):
+        file.write_text("".join(f"{word} {n}\t{n} {word}\n" for n in range(60)))
+    first, moved, second = (sweep_of(HEADS, seeds=(0,), words=(f"data.source={file}",)) for file in files)
+    out = tmp_path / "out"
+    first.write(out)
+    for row in first.rows:
+        config = first.config(row, 0)
+        found = {"fingerprint": fingerprint(config), "status": "done", "metrics": {"valid_loss": 1.0, "bleu": 0.0}}
+        folder = run_folder(out, row.name, 0)
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps(found | {"data_sha256": open_source(config.data).sha256}))
+    for other in (second, first.with_words([f"data.valid={files[2]}"])):
+        with pytest.raises(UsageError, match="holds runs of 'base' on other data"):
+            run_sweep(other, out)
+    assert Sweep.read(out) == first
+    assert run_sweep(moved, out).finished
 
 
 def test_fewer_seeds_do_not_shrink_what_is_stored(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def pair(model: Model) -> tuple[Tensor, Tensor]:
 
 
 def runner_of(model: Model) -> CircuitRunner:
-    (both,) = read_pairs(model, *pair(model))
-    return CircuitRunner(model, ResidualGraph(model), *both, logit_difference(model, 4, 5))
+    (prompts,) = read_pairs(model, *pair(model), logit_difference(model, 4, 5))
+    return CircuitRunner(model, ResidualGraph(model), *prompts)
 
 
 def test_all_edges_are_the_clean_run_and_none_the_corrupted_one(model: Model) -> None:
@@ -85,8 +85,8 @@ def test_an_encoder_decoder_and_an_encoder_have_edges_too() -> None:
         source, *target = inputs_of(model.config, batch=1)
         other, metric = source_of(model.config, batch=1, seed=9).to(source), logit_difference(model, 3, 4)
         source, other = (x.double() if x.is_floating_point() else x for x in (source, other))
-        (both,) = read_pairs(model, source, other, (target[0], target[0]) if target else None)
-        runner = CircuitRunner(model, ResidualGraph(model), *both, metric)
+        (prompts,) = read_pairs(model, source, other, metric, (target[0], target[0]) if target else None)
+        runner = CircuitRunner(model, ResidualGraph(model), *prompts)
         graph, every = runner.graph, runner.graph.possible
         torch.testing.assert_close(runner.logits(every), runner.clean.logits, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(runner.logits(every & False), runner.corrupted.logits, atol=1e-6, rtol=1e-6)
@@ -98,7 +98,7 @@ def test_an_encoder_decoder_and_an_encoder_have_edges_too() -> None:
             kept[graph.writers.index(writer)] = False
             heads = runner.corrupted[f"{attention_name(kind, layer)}.heads"][:, head]
             with torch.no_grad(), patch(model, {(kind, layer, head): heads}):
-                expected = model(*both[0].tensors)
+                expected = model(*prompts[0].tensors)
             torch.testing.assert_close(runner.logits(kept), expected, atol=1e-6, rtol=1e-6)
         found = find_circuit(
             model, source, other, metric, faithfulness=0.7, steps=2, target=target[0] if target else None

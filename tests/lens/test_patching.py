@@ -226,7 +226,8 @@ def test_a_metric_that_differs_by_rounding_only_is_refused(estimate: Callable[..
     metric = logit_difference(model, 1, 2)
     with torch.no_grad():
         ends = [float(metric(model(x)).mean()) for x in (clean, corrupted)]
-    assert ends[0] == pytest.approx(ends[1], rel=1e-5) and ends[0] != ends[1]
+    assert ends[0] != ends[1]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
     with pytest.raises(ValueError, match="the metric of pair 0 is the same on both prompts"):
         estimate(model, clean, corrupted, metric)
 

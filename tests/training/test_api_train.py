@@ -173,6 +173,15 @@ def test_a_task_of_ones_own_brings_loss_and_metric(tmp_path: Path) -> None:
     assert losses(tmp_path / "b")[0] == pytest.approx(2 * losses(tmp_path / "a")[0], rel=1e-5)
 
 
+@pytest.mark.parametrize(("began", "continued"), [(ScaledLoss, None), (ScaledLoss, Translate), (Translate, ScaledLoss)])
+def test_a_run_is_not_resumed_with_the_loss_of_another_task(began: Any, continued: Any, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    regard.train(task=began, data=PAIRS, model=SMALL, train=fields(out, stop_at=1, save_every=1), style="quiet")
+    with pytest.raises(UsageError, match=f"was trained with the task class {began.__name__}"):
+        regard.resume(out, task=continued, data=PAIRS, style="quiet")
+    assert regard.resume(out, task=began, data=PAIRS, style="quiet").finished
+
+
 def test_a_model_is_the_start_and_can_be_evaluated(tmp_path: Path) -> None:
     first = regard.train("translate", data=PAIRS, model=SMALL, train=fields(tmp_path / "a"), style="quiet")
     model = regard.load(first.path)

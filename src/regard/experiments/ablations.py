@@ -58,11 +58,10 @@ def _value_cells(
 def mechanisms(base: RunConfig) -> list[Cell]:
     """Every registered mechanism, including the user's own; ranks and features are half the length."""
     causal, size = base.model.has_decoder and base.model.causal, max(1, base.data.max_len // 2)
-    cells = []
+    is_decoder, cells = causal and base.model.architecture == "decoder", []
     for name, entry in all_mixers().items():
-        if name != base.model.mixer and (entry.causal or not causal):
-            if entry.recurrent and not (causal and base.model.architecture == "decoder"):
-                continue  # it needs a decoder-only causal model
+        # State spaces are for causal decoders without a source.
+        if name != base.model.mixer and (is_decoder if entry.recurrent else entry.causal or not causal):
             sizes = [f"model.mixer_size={size}"] if entry.size else []
             # A state-space model needs no position scheme: it reads tokens in order.
             sizes += ["model.positions=none", "model.qk_norm=false"] if entry.recurrent else []

@@ -21,7 +21,7 @@ from ..models import components
 from ..models.block import Block
 from ..models.build import build
 from ..models.experts import ExpertLinear
-from ..models.model_flops import Flops, StackShape, mixing_flops, source_places, stacks_of
+from ..models.model_flops import Flops, StackShape, configs_of_stacks, mixing_flops, stacks_of
 from ..models.recurrent_cells import StateCache
 from ..training.optimiser import roles
 
@@ -117,7 +117,7 @@ def kv_cache(
     size = CACHE_DTYPE_BYTES[dtype]
     if config.architecture == "recurrent":
         return _recurrent_cache(config, batch, length if source_length is None else source_length, max(2, size))
-    stack = stacks_of(config, length, source_length)[-1]
+    config, stack = configs_of_stacks(config)[-1], stacks_of(config, length, source_length)[-1]
     if not config.mixing.by_token:  # no cache: the whole text is read again at every step
         return []
     if config.mixing.recurrent and config.mixing.conv_width is not None:
@@ -134,8 +134,7 @@ def kv_cache(
         n_bytes = (slots + 1) * (place + _POSITION_BYTES) + _POSITION_BYTES  # one extra slot for padding
         layers.append(CacheLayer(layer, "all" if slots == length else "window", slots, n_bytes, place))
     if stack.memory is not None:
-        tokens = source_places(config, length, source_length)
-        place = 2 * batch * stack.kv_width * max(2, size)
+        tokens, place = stack.memory, 2 * batch * stack.kv_width * max(2, size)
         layers += [CacheLayer(layer, "cross", tokens, tokens * place, place) for layer in range(stack.n_layers)]
     return layers
 
@@ -169,7 +168,7 @@ def crossover(
     """
     if config.architecture == "recurrent" or not config.mixing.pairs:
         return dict.fromkeys((PAPER, ALL_PAIRS, SEEN))
-    stack = stacks_of(config, length, source_length)[-1]
+    config, stack = configs_of_stacks(config)[-1], stacks_of(config, length, source_length)[-1]
     kinds = ("projections", "cross projections", "feed-forward")
     matrices = sum(part.forward for part in flops if part.part == stack.name and part.kind in kinds)
     per_token = matrices / (batch * stack.length)

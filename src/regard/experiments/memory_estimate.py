@@ -349,7 +349,7 @@ def step_stages(config: ModelConfig, groups: list[ParameterGroup], setting: Sett
         for _ in range(stages.stack.n_layers):
             yield from [layer] if setting.checkpointing else ([stage] for stage in layer)
         yield [stages.last_norm()]
-    yield [_StackStages(config, stacks[-1], groups, setting).loss()]
+    yield [_StackStages(configs[-1], stacks[-1], groups, setting).loss()]
 
 
 # ------------------------------------------------------------------------------------- the walk

@@ -351,14 +351,8 @@ def missing_answers(sweep: Sweep, runs: Sequence[dict[str, Any]]) -> list[str]:
     def share(n: int) -> str:
         return f"{n} of {len(done)} finished runs {'was' if n == 1 else 'were'}"
 
-    def tested_source(run: dict[str, Any], name: str, source: str) -> str | None:
-        """The examples that a run was tested on; older results do not record them, so their metrics decide."""
-        if isinstance(run.get("tests"), dict):
-            return run["tests"].get(name)
-        return source if any(metric.startswith(f"{name}_") for metric in run["metrics"]) else None
-
     for name, source in sweep.tests.items():
-        for other, n in Counter(tested_source(x, name, source) for x in done).items():
+        for other, n in Counter(x.get("tests", {}).get(name) for x in done).items():
             if other is None:
                 lines.append(f"{share(n)} not evaluated on {name}: it was added after they were done")
             elif other != source:

@@ -23,6 +23,7 @@ import tomllib
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ..config import ModelConfig, RunConfig
 from ..config.mixers import get_mixer
 from ..config.overrides import flat_fields, format_value, parse_overrides
+from ..data.sources import open_source
 from ..errors import BadModelFile, RegardError, UsageError
 from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
@@ -172,16 +174,24 @@ class Sweep:
             write_atomic(path, content)
 
     def check_same_settings(self, stored: Sweep, out: Path) -> None:
-        """Raise UsageError if a cell of the stored sweep has the same name but other settings."""
-        own_cells = {cell.name: cell for cell in self.rows}
+        """Raise UsageError if a cell of the stored sweep has the same name but other settings, or runs on other data.
+
+        Files may have moved, so data at another path are compared by their hash.
+        """
+        own_cells, hash_of = {cell.name: cell for cell in self.rows}, cache(lambda data: open_source(data).sha256)
         for stored_cell in stored.rows:
             if (cell := own_cells.get(stored_cell.name)) is None:
                 continue
-            before = settings(stored.config(stored_cell))
-            for name, value in settings(self.config(cell)).items():
+            former, config = stored.config(stored_cell), self.config(cell)
+            before = settings(former)
+            for name, value in settings(config).items():
                 if before.get(name) != value:
                     change = f"{name}={before.get(name)}, not {value}; choose another directory with --out"
                     raise UsageError(f"{out} holds this sweep with other settings: {change}")
+            seeds = stored.seeds if former.data != config.data else ()
+            results = (read_result(out, cell.name, seed) for seed in seeds)
+            if any(x and x.get("data_sha256") not in (None, hash_of(config.data)) for x in results):
+                raise UsageError(f"{out} holds runs of {cell.name!r} on other data; choose another --out")
 
     def check_measures(self, file: Path) -> None:
         """Refuse to call a function that only a stored file names, unless it belongs to regard."""

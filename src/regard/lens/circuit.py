@@ -25,7 +25,7 @@ from ..foundation.plotting import INK, SOFT, new_figure
 from ..models import Model
 from .activations import Metric
 from .notebook import figure_html
-from .patching import logit_difference, metrics_of_pairs, read_pairs
+from .patching import logit_difference, read_pairs
 from .residual_graph import CircuitRunner, Edge, ResidualGraph, edge_scores
 
 
@@ -209,9 +209,8 @@ def find_circuit(
     target        encoder-decoder only: the decoder's input for each pair
     """
     graph, scores = edge_scores(model, clean, corrupted, metric, steps=steps, target=target)
-    pairs = read_pairs(model, clean, corrupted, (target, target))
-    metrics = metrics_of_pairs(metric, len(pairs))
-    runners = [CircuitRunner(model, graph, *pair, own_metric) for pair, own_metric in zip(pairs, metrics, strict=True)]
+    pairs = read_pairs(model, clean, corrupted, metric, (target, target))
+    runners = [CircuitRunner(model, graph, *pair) for pair in pairs]
 
     def mean(kept: Tensor) -> float:
         return sum(runner.faithfulness(kept) for runner in runners) / len(runners)

@@ -30,6 +30,7 @@ from .notebook import heatmap_html, table_html
 from .patch_runner import LogitDifference, Patch, PatchRunner
 
 Over = Literal["residual", "attention", "cross_attention", "ff", "neurons", "heads", "q", "k", "v"]
+Pair = tuple[PassInputs, PassInputs, Metric]  # a clean and a corrupted prompt, and the metric of their logits
 _HEADS = ("heads", "q", "k", "v")
 
 
@@ -123,7 +124,7 @@ def patching_sweep(
     """
     targets = patch_targets(model, over, by_position, kind)
     effects = partial(sweep_effects, model, targets, batch=batch)
-    return _average_effects(targets, read_pairs(model, clean, corrupted, target), metric, effects)
+    return _average_effects(targets, read_pairs(model, clean, corrupted, metric, target), effects)
 
 
 def sweep_effects(
@@ -163,7 +164,7 @@ def attribution_patching(
     """
     targets = patch_targets(model, over, by_position, kind)
     effects = partial(estimate_effects, model, targets, qk_fix=qk_fix)
-    return _average_effects(targets, read_pairs(model, clean, corrupted, target), metric, effects)
+    return _average_effects(targets, read_pairs(model, clean, corrupted, metric, target), effects)
 
 
 def estimate_effects(
@@ -225,13 +226,11 @@ def _sum_to_axes(targets: PatchTargets, x: Tensor) -> Tensor:
 
 
 def read_pairs(
-    model: Model, clean: Any, corrupted: Any, target: tuple[Any, Any] | None = None
-) -> list[tuple[PassInputs, PassInputs]]:
-    """Clean and corrupted prompts as model inputs, in pairs; the two of a pair must have the same number of tokens."""
-    targets = (None, None) if target is None else target
-    good, bad = (
-        _split_prompts(read_pass_inputs(model, *both)) for both in zip((clean, corrupted), targets, strict=True)
-    )
+    model: Model, clean: Any, corrupted: Any, metric: Metric | Sequence[Metric], target: tuple[Any, Any] | None = None
+) -> list[Pair]:
+    """Clean and corrupted prompts as model inputs, in pairs with the same number of tokens, each with its metric."""
+    prompts = zip((clean, corrupted), target or (None, None), strict=True)
+    good, bad = (_split_prompts(read_pass_inputs(model, *both)) for both in prompts)
     if len(good) != len(bad):
         raise ValueError(f"there are {len(good)} clean prompts and {len(bad)} corrupted ones")
     for index, (a, b) in enumerate(zip(good, bad, strict=True)):
@@ -240,15 +239,10 @@ def read_pairs(
             one, two = (x.source_lengths[0] if is_source else x.lengths[0] for x in (a, b))
             sizes = f"{one} tokens clean and {two} corrupted"
             raise ValueError(f"pair {index} has {sizes}; patches need the same number of tokens in both")
-    return list(zip(good, bad, strict=True))
-
-
-def metrics_of_pairs(metric: Metric | Sequence[Metric], n_pairs: int) -> list[Metric]:
-    """The metric of each pair: one for all, or a list of one per pair."""
-    metrics = list(metric) if isinstance(metric, Sequence) else [metric] * n_pairs
-    if len(metrics) != n_pairs:
-        raise ValueError(f"there are {len(metrics)} metrics for {n_pairs} pairs of prompts")
-    return metrics
+    metrics = list(metric) if isinstance(metric, Sequence) else [metric] * len(good)
+    if len(metrics) != len(good):
+        raise ValueError(f"there are {len(metrics)} metrics for {len(good)} pairs of prompts")
+    return list(zip(good, bad, metrics, strict=True))
 
 
 def check_ends_differ(pair: int, clean: float | Tensor, corrupted: float | Tensor) -> None:
@@ -291,15 +285,12 @@ def _n_layers(model: Model, targets: PatchTargets) -> int:
 
 
 def _average_effects(
-    targets: PatchTargets,
-    pairs: list[tuple[PassInputs, PassInputs]],
-    metric: Metric | Sequence[Metric],
-    effects: Callable[[PassInputs, PassInputs, Metric], tuple[Tensor, Tensor]],
+    targets: PatchTargets, pairs: list[Pair], effects: Callable[[PassInputs, PassInputs, Metric], tuple[Tensor, Tensor]]
 ) -> PatchingResult:
     """The mean over pairs of their effects, each as a share of the pair's difference between clean and corrupted."""
     shares, ends = [], []
-    for index, ((good, bad), pair_metric) in enumerate(zip(pairs, metrics_of_pairs(metric, len(pairs)), strict=True)):
-        change, (clean, corrupted) = effects(good, bad, pair_metric)
+    for index, pair in enumerate(pairs):
+        change, (clean, corrupted) = effects(*pair)
         check_ends_differ(index, clean, corrupted)
         shares.append((change / (clean - corrupted)).detach().cpu())
         ends.append((float(clean), float(corrupted)))

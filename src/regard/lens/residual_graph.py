@@ -29,7 +29,7 @@ from ..models.block import SublayerNorms
 from .activations import ActivationRecord, Metric, PassInputs, capture_inputs, logits_of_states
 from .capture import Head, stacks
 from .interventions import patch
-from .patching import check_ends_differ, metrics_of_pairs, read_pairs
+from .patching import check_ends_differ, read_pairs
 from .residual import check_float_weights, check_reads_source
 from .why import random_heads
 
@@ -229,11 +229,9 @@ def edge_scores(
     target  encoder-decoder only: the decoder's input for each pair
     """
     graph = ResidualGraph(model)
-    pairs = read_pairs(model, clean, corrupted, (target, target))
+    pairs = read_pairs(model, clean, corrupted, metric, (target, target))
     total = torch.zeros(len(graph.writers), len(graph.readers))
-    metrics = metrics_of_pairs(metric, len(pairs))
-    for index, (good, bad) in enumerate(track(pairs, "pairs", len(pairs), lambda pair: 1)):
-        pair_metric = metrics[index]
+    for index, (good, bad, pair_metric) in enumerate(track(pairs, "pairs", len(pairs), lambda pair: 1)):
         a, b = (capture_inputs(model, inputs) for inputs in (good, bad))
         change = graph.writer_outputs(a) - graph.writer_outputs(b)  # (writers, T, M)
         ends = torch.stack([pair_metric(x.logits).mean() for x in (a, b)])
@@ -341,10 +339,8 @@ def path_patching(
     graph = ResidualGraph(model)
     edges = {tuple(path): _path_edges(graph, path) for path in paths}
     effects = dict.fromkeys(edges, 0.0)
-    pairs = read_pairs(model, clean, corrupted, (target, target))
-    metrics = metrics_of_pairs(metric, len(pairs))
-    for index, (good, bad) in enumerate(track(pairs, "pairs", len(pairs), lambda pair: 1)):
-        pair_metric = metrics[index]
+    pairs = read_pairs(model, clean, corrupted, metric, (target, target))
+    for index, (good, bad, pair_metric) in enumerate(track(pairs, "pairs", len(pairs), lambda pair: 1)):
         # Clean and corrupted change places: everything but the path keeps its clean value.
         runner = CircuitRunner(model, graph, bad, good, pair_metric)
         check_ends_differ(index, *runner.ends)

@@ -120,7 +120,8 @@ def train(
             inputs.check_model(run_config.model)
             check_loggers(run_config.train.loggers)
             _check_shippable(run_config, opened.processor)
-            RunDirectory.create(Path(out), run_config, opened.processor, provenance(source, command, group.world))
+            facts = {**provenance(source, command, group.world), "task_class": inputs.task_class.__name__}
+            RunDirectory.create(Path(out), run_config, opened.processor, facts)
         run_config = group.broadcast_object(run_config)
         assert run_config.train.out is not None
         run = RunDirectory(Path(run_config.train.out))
@@ -163,7 +164,10 @@ def resume(
     elif missing := missing_data(config.data, path):
         raise missing
     with closing(_open_group(recipe)) as group, _progress(style, group):
-        source = open_run_source(resolve_run(config, task=task, data=data))
+        inputs = resolve_run(config, task=task, data=data)
+        if (name := run.facts.get("task_class")) not in (None, inputs.task_class.__name__):
+            raise UsageError(f"{path} was trained with the task class {name}: resume it in Python with this class")
+        source = open_run_source(inputs)
         if (recorded := run.facts["data"]["sha256"]) != source.sha256:
             hashes = f"its SHA-256 is {source.sha256[:12]}…, it was {recorded[:12]}…"
             raise RegardError(f"{config.data.source} has changed since the run began: {hashes}")
