@@ -28,7 +28,7 @@ from ..foundation.plugins import import_optional
 from ..generation import GenerateConfig, Generated, generate
 from ..generation.prompts import Rows
 from ..models import Block, Memory, Model, Stack
-from ..models.base_model import mask_from_padding
+from ..models.base_model import AttentionSite, mask_from_padding
 from ..models.components import TokenHead
 from ..models.recurrent_cells import MemoryCache, StateCache
 
@@ -168,6 +168,14 @@ class OnnxModel(Model):
     def _refuse_positions(self, positions: Tensor | None) -> None:
         if positions is not None:
             raise ValueError("an encoder's ONNX graph takes no positions: its tokens are at 0, 1, 2 …")
+
+    def embed(self, source: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+        if self.is_encoder_decoder or self.config.head != "none":
+            raise ValueError("the ONNX graphs of this model return no states to embed: use the torch engine")
+        return super().embed(source, padding_mask=padding_mask)
+
+    def attention_sites(self) -> list[AttentionSite]:
+        raise ValueError("the ONNX graphs of this model return no attention to look at: use the torch engine")
 
     def generate(self, inputs: Rows, config: GenerateConfig | None = None, **fields: Any) -> Generated:
         """``regard.generate`` with this model."""
