@@ -10,6 +10,7 @@ import httpx2 as httpx
 import pytest
 import torch
 
+import regard
 from generation.spoken import LINES, language_model, translator
 from regard.export.ctranslate2_export import export_ctranslate2
 from regard.export.engines import open_engine
@@ -66,10 +67,28 @@ def test_every_engine_shows_attention_and_streams(engine_api: tuple[str, ServedA
     assert streamed == whole.choices[0].text
     asked = body | {"attention": {"kind": "cross", "layers": [0]}}
     answer = httpx.post(f"{api.url}/v1/completions", json=asked, timeout=60)
-    if kind == "onnx":  # whose graphs were exported without q and k
-        assert answer.status_code == 400, answer.text
+    if kind == "onnx":  # whose graphs were exported without q and k: said before anything is written
+        for body in (asked, asked | {"stream": True}):
+            answer = httpx.post(f"{api.url}/v1/completions", json=body, timeout=60)
+            assert (answer.status_code, "use the torch engine" in answer.text) == (400, True), answer.text
     else:
         assert sum(answer.json()["choices"][0]["attention"]["weights"][0][0][0]) == pytest.approx(1, abs=1e-5)
+
+
+def test_vectors_are_those_of_the_model_or_refused(tmp_path: Path) -> None:
+    """The graphs of a model with a head return logits or nothing in place of its states."""
+    models = {"translator": translator(), "speaker": language_model(), "headless": language_model(head="none")}
+    for name, model in models.items():
+        model.save(tmp_path / name)
+        export_onnx(model, tmp_path / name)
+    with serving_api(open_served([tmp_path / name for name in models], "cpu", "onnx", Limits())) as api:
+        for name, model in models.items():
+            answer = httpx.post(f"{api.url}/v1/embeddings", json={"model": name, "input": TEXT}, timeout=60)
+            if name == "headless":
+                vector = answer.json()["data"][0]["embedding"]
+                assert vector == pytest.approx(regard.embed(model, TEXT)[0].tolist(), abs=1e-5)
+            else:
+                assert (answer.status_code, "use the torch engine" in answer.text) == (400, True), answer.text
 
 
 def test_what_an_engine_does_not_offer_is_refused_by_name(engine_api: tuple[str, ServedApi, Path]) -> None:

@@ -299,7 +299,7 @@ def test_a_replica_that_is_killed_loses_no_request(front: str, models: dict[str,
 
 @pytest.mark.slow
 def test_the_command_serves_reloads_and_ends(front: str, models: dict[str, Model], tmp_path: Path) -> None:
-    """After the test above: it takes the place of what that one deployed."""
+    """Beside what another one deployed, which it neither replaces nor stops."""
     run = models["speaker"].save(tmp_path / "speaker")
     words = [sys.executable, "-m", "regard", "deploy", str(run), "--replicas", "1", "--port", "0", "--device", "cpu"]
     with child_process(words, stderr=subprocess.PIPE) as process:
@@ -312,8 +312,10 @@ def test_the_command_serves_reloads_and_ends(front: str, models: dict[str, Model
         os.kill(process.pid, signal.SIGHUP)
         assert any("models reloaded" in line for line in lines)
         assert httpx.post(f"{url}v1/completions", json=body, timeout=60).status_code == 200
+        assert httpx.get(f"{front}/v1/models/translator", timeout=60).status_code == 200
         process.terminate()
         assert process.wait(60) == 143
+    assert httpx.get(f"{front}/v1/models/translator", timeout=60).status_code == 200
 
 
 def written_alone(model: Model, bodies: list[dict[str, Any]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -235,6 +236,9 @@ def test_the_average_is_the_mean_of_the_last_checkpoints(tmp_path: Path) -> None
         one = checkpoints.at(4).tensor(f"model/{name}").double()
         mean = (one + checkpoints.at(6).tensor(f"model/{name}") + checkpoints.at(8).tensor(f"model/{name}")) / 3
         torch.testing.assert_close(x.double(), mean, rtol=1e-6, atol=1e-8)
+    records: list[Any] = [regard.load(path).training_record for path in (out, f"{out}@8")]
+    losses = [record["metrics"]["valid_loss"] for record in records]  # step 8 has its own
+    assert losses[0] == json.loads((out / "evaluation.json").read_bytes())["metrics"]["valid_loss"] != losses[1]
 
 
 def test_the_moving_average_is_evaluated_and_shipped(tmp_path: Path) -> None:

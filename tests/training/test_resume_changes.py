@@ -121,6 +121,15 @@ def test_chosen_checkpoints_are_averaged_after_the_fact(
     assert model.processor is not None
     for name, x in model.state_dict().items():
         torch.testing.assert_close(x, expected[name], rtol=0, atol=0)
+    record = model.training_record  # which no evaluation has measured
+    assert record is not None
+    assert (record["run"], record["weights"], record["metrics"]) == ("a", "the average of step 2, step 4", {})
+    assert "| run | a: the average of step 2, step 4 |\n| data |" in (out / "README.md").read_text(encoding="utf-8")
+    other = regard.load(f"{run}@4")
+    assert other.training_record is not None
+    other.training_record["run"] = "another"
+    assert cli.main(["average", f"{run}@2", str(other.save(tmp_path / "other")), str(tmp_path / "of two runs")]) == 0
+    assert regard.load(tmp_path / "of two runs").training_record is None
 
 
 def test_what_has_no_average_is_refused(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

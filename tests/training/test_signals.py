@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import regard
 from forked_shell import Shell
 from regard import cli
 from regard.training.journal import MetricsFile
@@ -219,6 +220,16 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_an_export_to_a_full_disk_is_told_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes: dict[str, Any] = {"d_model": 32, "n_layers": 1, "n_heads": 2, "d_ff": 32, "vocab_size": 500, "max_len": 16}
+    model, out = regard.build("gpt2", **sizes).save(tmp_path / "model"), tmp_path / "out"
+    with files_of_at_most(40_000):
+        assert cli.main(["export", str(model), "safetensors", str(out), "--shapes", "1", "--no-compile"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("regard: model.safetensors cannot be written: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

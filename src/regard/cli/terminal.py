@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from regard.errors import BadModelFile, RegardError, UsageError
+from regard.errors import RegardError, UsageError
 from regard.foundation.language import localise
 
 from . import advice
@@ -115,11 +115,9 @@ def open_model(path: str | Path, device: str = "auto", engine: str = "torch", dt
         raise UsageError(f"--dtype {dtype} is for --engine torch; the precision of an export is fixed")
     if engine == "onnx":
         check_export(path, "onnx")
-        if (Path(path) / "config.json").is_file() and not (Path(path) / "onnx").is_dir():
-            raise BadModelFile(f"{path} was not exported as onnx; regard export {path} onnx shipped makes one")
-        from regard.export.onnx_export import open_onnx
+        from regard.export.engines import OnnxEngine, open_engine
 
-        return open_onnx(path)
+        return cast("OnnxEngine", open_engine(path, "onnx")).model
     if engine != "torch":
         raise UsageError(f"--engine {engine} is not one of torch, onnx")
     from regard.io import load

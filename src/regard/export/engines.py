@@ -305,10 +305,6 @@ class OnnxEngine(TorchEngine):
 
     name: EngineName = "onnx"
 
-    def __init__(self, model: Model, processor: Any) -> None:
-        super().__init__(model)
-        self.processor = processor
-
 
 class GgufEngine(Engine):
     """Greedy decoding with the logits of llama.cpp, which reads model.gguf.
@@ -384,20 +380,19 @@ def open_engine(path: str | Path, name: EngineName = "torch", **options: Any) ->
     if name == "torch":
         return TorchEngine(open_model(root, **options))
     directory = hub.Directory(root)
+    folder = directory.root / _PATHS[name]
+    if not folder.exists():
+        raise BadModelFile(f"{root} was not exported as {name}; regard export {root} {name} shipped makes one")
+    if name == "onnx":
+        from .onnx_export import open_onnx
+
+        return OnnxEngine(open_onnx(directory.root, **options))
     fields = directory.config()
     config = hub.read_config(fields).config
     processor = read_processor(directory, fields, config)
-    folder = directory.root / _PATHS[name]
-    if not folder.exists():
-        kinds = ", ".join(engines_in(directory.root))
-        raise BadModelFile(f"{root} was not exported as {name}: it holds {kinds}; export it again with that kind")
     if name == "ctranslate2":
         return Ct2Engine(folder, config, processor, **options)
-    if name == "gguf":
-        return GgufEngine(folder, config, processor, **options)
-    from .onnx_export import open_onnx
-
-    return OnnxEngine(open_onnx(directory.root, **options), processor)
+    return GgufEngine(folder, config, processor, **options)
 
 
 def engines_in(root: Path) -> list[EngineName]:

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,8 @@ from ..attention.mechanisms import Mechanism, Sinks
 from ..config import ModelConfig
 from ..errors import BadModelFile, RegardError
 from ..foundation.plugins import import_optional
-from ..generation import GenerateConfig, Generated, generate
-from ..generation.prompts import Rows
 from ..models import Block, Memory, Model, Stack
-from ..models.base_model import mask_from_padding
+from ..models.base_model import AttentionSite, mask_from_padding
 from ..models.components import TokenHead
 from ..models.recurrent_cells import MemoryCache, StateCache
 
@@ -61,14 +59,6 @@ class OnnxSession:
         missing = sorted(set(self.inputs) - set(inputs))
         if missing:
             raise ValueError(f"the graph {self.path.name} needs {', '.join(missing)}")
-        for name, expected_shape in self.inputs.items():  # dynamic axes are names instead of sizes
-            shape = inputs[name].shape
-            if len(shape) != len(expected_shape) or any(
-                isinstance(expected, int) and size != expected
-                for size, expected in zip(shape, expected_shape, strict=True)
-            ):
-                sizes = ", ".join(map(str, expected_shape))
-                raise ValueError(f"{name} has shape {tuple(shape)}, but the graph takes ({sizes})")
         names = self.outputs if names is None else list(names)
         feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
         try:
@@ -169,9 +159,13 @@ class OnnxModel(Model):
         if positions is not None:
             raise ValueError("an encoder's ONNX graph takes no positions: its tokens are at 0, 1, 2 …")
 
-    def generate(self, inputs: Rows, config: GenerateConfig | None = None, **fields: Any) -> Generated:
-        """``regard.generate`` with this model."""
-        return generate(self, inputs, config, **fields)
+    def embed(self, source: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+        if self.is_encoder_decoder or self.config.head != "none":
+            raise ValueError("the ONNX graphs of this model return no states to embed: use the torch engine")
+        return super().embed(source, padding_mask=padding_mask)
+
+    def attention_sites(self) -> list[AttentionSite]:
+        raise ValueError("the ONNX graphs of this model return no attention to look at: use the torch engine")
 
     def maps(
         self,
@@ -212,10 +206,7 @@ class OnnxModel(Model):
 
 
 class GraphBlock(Block):
-    """Describes a layer whose weights are in a graph; it cannot be run by itself."""
-
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        raise RuntimeError("the layers of an ONNX model run inside its graphs; call the model")
+    """Describes a layer whose weights are in a graph; no engine but ONNX Runtime can run it."""
 
 
 class GraphHead(TokenHead):

@@ -113,6 +113,7 @@ def write_safetensors(folder: Path, tensors: Tensors, most_bytes: int) -> dict[s
 
     A tensor larger than ``most_bytes`` gets a shard of its own.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shards: list[Tensors] = [{}]
@@ -128,7 +129,10 @@ def write_safetensors(folder: Path, tensors: Tensors, most_bytes: int) -> dict[s
         for i in range(1, len(shards) + 1)
     ]
     for name, shard in zip(files, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        try:
+            save_file(shard, folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # no room on the disk
+            raise OSError(f"{name} cannot be written: {error}") from None
         fsync(folder / name)
     if len(shards) == 1:
         return None

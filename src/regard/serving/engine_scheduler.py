@@ -10,10 +10,9 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from ..errors import UsageError
-from ..export.engines import Engine, open_engine
+from ..export.engines import Engine, OnnxEngine, open_engine
 from ..generation.beam_search import Hypothesis
 from ..models import Model
 from ..web.requests import Limits
@@ -91,18 +90,10 @@ def open_served(
     """Load runs and model directories for an engine."""
     if engine == "torch":
         return list(open_models(paths, device))
-    if engine not in ("onnx", "ctranslate2"):
-        raise UsageError(f"--engine {engine} is not one of torch, onnx, ctranslate2")
     if engine == "onnx":
-        from ..export.onnx_export import open_onnx
-
-        return list(name_models([(str(path), open_onnx(path)) for path in paths]))
+        return list(name_models([(str(path), cast(OnnxEngine, open_engine(path, engine)).model) for path in paths]))
     models = open_models(paths, "cpu")
     return [
-        ApiModel(
-            served,
-            limits,
-            EngineScheduler(served.model, open_engine(path, engine), max_waiting=limits.waiting),
-        )
+        ApiModel(served, limits, EngineScheduler(served.model, open_engine(path, engine), max_waiting=limits.waiting))
         for served, path in zip(models, paths, strict=True)
     ]

@@ -15,7 +15,6 @@ import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,6 @@ from .resumed_stream import ResumedStream
 if TYPE_CHECKING:
     from .engine_scheduler import ServingEngine
 
-NAME = "regard"
 _MAX_ATTEMPTS = 20
 _PAUSE_SECONDS = 0.25  # before a lost request is sent again
 _SHUTTING_DOWN = b'"code": "shutting_down"'  # generated text cannot contain this: its quotes are escaped
@@ -159,8 +157,10 @@ def open_replicas(
     device: str = "auto",
     engine: ServingEngine = "torch",
     limits: Limits | None = None,
+    name: str = "regard",
 ) -> Any:
-    """Deploy the models on the connected cluster; returns the application that forwards requests to them."""
+    """Deploy the models on the connected cluster, in place of what has the same name; returns the application that
+    forwards requests to them."""
     import ray
     from starlette.applications import Starlette
     from starlette.routing import Mount
@@ -182,7 +182,7 @@ def open_replicas(
     )
     serve.start(proxy_location="Disabled")  # requests come through our front
     bound = deployment.bind(os.getcwd(), sys.path, [str(path) for path in paths], device, engine, limits)
-    handle = serve.run(bound, name=NAME, route_prefix=None)
+    handle = serve.run(bound, name=name, route_prefix=None)
     answer = handle.options(stream=True, method_name="answer")
     # RayTaskError is not among them: an error in the application would only occur again.
     lost = ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.ObjectLostError
@@ -200,16 +200,26 @@ def deploy_api(
     device: str = "auto",
     engine: ServingEngine = "torch",
     limits: Limits | None = None,
+    port: int = 8017,
     **options: Any,
 ) -> int:
-    """``serve_api`` with the models in replicas on a Ray cluster; they stop with this process."""
+    """``serve_api`` with the models in replicas on a Ray cluster; they alone stop with this process."""
     serve = import_optional("ray.serve", "regard deploy", "cluster")
     ray, connected_here = connect_ray(on)
+    name, deployed = f"regard-{ray.util.get_node_ip_address()}-{port or os.getpid()}", set[str]()
+
+    def open_app(paths: Sequence[str | Path]) -> Any:
+        deployed.add(name)  # before: a deployment that fails is deleted too
+        options: dict[str, Any] = {"cores": cores, "device": device, "engine": engine, "limits": limits}
+        return open_replicas(paths, replicas=replicas, name=name, **options)
+
     try:
-        open_app = partial(open_replicas, replicas=replicas, cores=cores, device=device, engine=engine, limits=limits)
-        return serve_api(paths, limits=limits, open_app=open_app, **options)
+        return serve_api(paths, limits=limits, port=port, open_app=open_app, **options)
     finally:
-        serve.shutdown()
+        for own in deployed & serve.status().applications.keys():
+            serve.delete(own)
+        if not serve.status().applications:
+            serve.shutdown()
         if connected_here:
             ray.shutdown()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,17 +99,29 @@ def average_models(paths: Sequence[str | Path], out: str | Path) -> Path:
     if len(paths) < 2:
         raise ValueError(f"an average needs at least two models, got {len(paths)}")
     first = load(paths[0])
+    records = list[dict[str, Any]]()
 
     def states() -> Iterator[Mapping[str, Tensor]]:
         for path in paths:
             model = load(path)
             if model.config != first.config or _vocabulary(model) != _vocabulary(first):
                 raise ValueError(f"{path} and {paths[0]} cannot be averaged: they differ in config or vocabulary")
+            records.append(model.training_record or {})
             yield model.state_dict()
 
     first.load_state_dict(average(states()))
+    first.training_record = _average_record(records)
     with silence_warnings("regard.io"):  # whether transformers can open the model does not matter here
         return save(first, out)
+
+
+def _average_record(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The training record of an average of models of one run, without metrics; None for models of several runs."""
+    names = [record.pop("weights", None) for record in records]
+    shared = [{**record, "step": None, "metrics": {}} for record in records]
+    if None in names or any(other != shared[0] for other in shared):
+        return None
+    return {**shared[0], "weights": f"the average of {', '.join(names)}"}
 
 
 def _vocabulary(model: Model) -> tuple[object, ...]:

@@ -272,7 +272,7 @@ class RunDirectory:
                 raise BadModelFile(f"{self.root}: the weights of step {step} do not fit {RUN_FILE}: {fault}")
 
     def _training_record(self, step: int, weights: str) -> dict[str, Any] | None:
-        """The training record of a shipped model; ``metrics`` are those of the step, if it was evaluated."""
+        """The training record of a shipped model; ``metrics`` are those of its weights, if they were evaluated."""
         if not self.has(FACTS_FILE):
             return None
         facts, path, metrics = self.facts, self.root / "metrics.jsonl", {}
@@ -280,7 +280,9 @@ class RunDirectory:
             data = {name: facts["data"][name] for name in ("source", "sha256")}
         for line in path.read_bytes().splitlines() if path.exists() else []:
             record = read_line(line)
-            if record is not None and record["step"] == step and is_evaluation(record):
+            if record is None or not is_evaluation(record):
+                continue
+            if record.pop("weights", f"step {record['step']}") in (weights, weights.partition(",")[0]):
                 metrics = {name: x for name, x in record.items() if name not in ("step", "loss", "tokens", *TIMINGS)}
         record = {
             **{"run": self.root.resolve().name, "task": self.config.task, "step": step, "weights": weights},

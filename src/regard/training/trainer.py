@@ -477,6 +477,7 @@ def _finish(run: RunDirectory, loop: Loop) -> TrainResult:
         run.root, loop.at.step, loop.at.seconds, metrics, weights, stopped=stopped, next_command=command
     )
     write_atomic(run.root / "evaluation.json", to_json(result.to_dict()))
-    loop.reporter.evaluation(loop.at.step, metrics, shown=False)  # the result prints them
+    other = {} if weights.startswith(f"step {loop.at.step}") else {"weights": weights}
+    loop.reporter.evaluation(loop.at.step, metrics | other, shown=False)  # the result prints them
     loop.reporter.finish()
     return result
