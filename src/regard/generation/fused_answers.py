@@ -193,12 +193,14 @@ def _passage_shares(model: Model, rows: list[list[int]], tokens: list[int]) -> T
 
 
 def _words(tokenizers: ModelTokenizers, ids: list[int]) -> list[tuple[str, list[int]]]:
-    """The words of an answer, each with the indices of its tokens."""
+    """The words of an answer, each with the indices of its tokens; special tokens are not part of its text."""
     words: list[tuple[str, list[int]]] = []
     for span in tokenizers.target.token_spans(ids):
         text, tokens = span.text, list(range(span.first, span.last))
+        if span.start == span.end:
+            continue
         if words and not text[:1].isspace() and not words[-1][0][-1:].isspace():
             words[-1] = words[-1][0] + text, [*words[-1][1], *tokens]
-        elif text.strip() or tokens:
+        else:
             words.append((text, tokens))
     return [(text.strip(), tokens) for text, tokens in words if text.strip()]
