@@ -169,16 +169,13 @@ def predict_to_file(
             raise
     form = form_of(out)
     with atomic_file(out) as target:
-        if lines is not None:
-            pairs = zip(records.read(), read_partial(partial), strict=True)
-            target.writelines(lines(record, answer).encode("utf-8", "surrogatepass") for record, answer in pairs)
-        elif form == "lines":
-            answers = (f"{answerer.line(answer)}\n" for answer in read_partial(partial))
-            target.writelines(line.encode("utf-8", "surrogatepass") for line in answers)
+        pairs = zip(records.read(), read_partial(partial), strict=True)
+        if lines is not None or form == "lines":
+            texts = (f"{answerer.line(pair[1])}\n" if lines is None else lines(*pair) for pair in pairs)
+            target.writelines(text.encode("utf-8", "surrogatepass") for text in texts)
         else:
             new, join = table_rows(records, answerer)
             summary.columns = list(new)
-            pairs = zip(records.read(), read_partial(partial), strict=True)
             write_records(target, form, records, new, (join(record, answer) for record, answer in pairs))
     partial.unlink()
 
