@@ -236,10 +236,9 @@ def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[byt
                     if not line.endswith(b"\n"):  # incomplete: the process died while writing it
                         break
                     n_bytes, n_done = n_bytes + len(line), n_done + 1
-    with path.open("r+b" if n_bytes else "wb") as file:
+    with path.open("ab" if n_bytes else "wb") as file:
         if n_bytes:
             file.truncate(n_bytes)
-            file.seek(n_bytes)
         else:
             file.write(head)
         yield file, n_done, is_other
