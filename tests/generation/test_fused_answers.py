@@ -239,6 +239,9 @@ def test_an_index_refuses_a_line_it_cannot_read_and_a_missing_file_before_it_emb
     monkeypatch.setattr("regard.generation.passage_index.embed", None)  # calling it would raise a TypeError
     assert run("index", good, missing, out, "--model", embedder) == 2
     assert f"there is no file {missing}" in capsys.readouterr().err
+    table = write_questions(tmp_path / "questions.jsonl", 2)
+    assert run("index", table, out, "--model", embedder, "--column", "title") == 2
+    assert f"--column title: {table} has the columns question, answer, passages" in capsys.readouterr().err
     assert not out.exists()
 
 
