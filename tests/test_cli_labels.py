@@ -50,6 +50,8 @@ def test_pairs_are_typed_or_two_columns(
     (tmp_path / "claims.csv").write_text(
         "id,premise,hypothesis\n7,a man plays,somebody sleeps\n8,,\n", encoding="utf-8"
     )
+    assert cli.main(["classify", model, "--file", f"{tmp_path}/claims.csv"]) == 2
+    assert "id, premise, hypothesis; say which to read: --column premise,hypothesis" in capsys.readouterr().err
     words = ("--file", f"{tmp_path}/claims.csv", "--column", "premise,hypothesis", "--out", f"{tmp_path}/o.csv")
     said(capsys, model, *words)
     first, blank = csv.DictReader((tmp_path / "o.csv").open(encoding="utf-8"))
@@ -66,7 +68,9 @@ def test_a_model_of_pairs_refuses_single_texts(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "pairs.csv").write_text("\n".join(["premise,hypothesis,label", *rows]), encoding="utf-8")
     words = [f"data.source={tmp_path}/pairs.csv", f"train.out={tmp_path}/run", "train.steps=2", "train.device=cpu"]
     sizes = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2", "model.d_ff=32"]
-    assert cli.main(["train", "classify", *words, *sizes]) == 0
+    assert cli.main(["train", "classify", *words, *sizes, "train.lr=0.01"]) == 0
+    note = "train.warmup=100 is longer than the 2 steps: the learning rate only reaches 0.0002 of 0.01"
+    assert note in capsys.readouterr().err
     assert cli.main(["export", f"{tmp_path}/run", "int8", f"{tmp_path}/int8"]) == 0
     for model in (f"{tmp_path}/run", f"{tmp_path}/int8"):
         capsys.readouterr()
@@ -74,7 +78,8 @@ def test_a_model_of_pairs_refuses_single_texts(tmp_path: Path, capsys: pytest.Ca
         assert "this model reads pairs of texts: add the second one" in capsys.readouterr().err
         said(capsys, model, "the man plays", "--second", "he plays")
     single = [*words[:1], "data.columns=premise,label", f"train.init={tmp_path}/run", f"train.out={tmp_path}/b"]
-    assert cli.main(["train", "classify", *single, *words[2:]]) == 0
+    assert cli.main(["train", "classify", *single, *words[2:], "train.warmup=2"]) == 0
+    assert "train.warmup" not in capsys.readouterr().err
     said(capsys, f"{tmp_path}/b", "the man plays")
 
 

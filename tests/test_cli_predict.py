@@ -380,6 +380,19 @@ def test_a_coprocess_answers_line_by_line(bash: Shell, models: dict[str, Path]) 
         assert process.wait() == 0
 
 
+def test_a_byte_order_mark_is_removed_from_the_first_line_only(
+    models: dict[str, Path], tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "\ufeffthe cat\n\ufeffa dog\n"
+    (tmp_path / "lines.txt").write_text(lines, encoding="utf-8")
+    told(capsys, "classify", models["classifier"], "--file", tmp_path / "lines.txt", "--out", tmp_path / "out.jsonl")
+    answers = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    stream = told(capsys, "classify", models["classifier"], "--stream", "--json").splitlines()
+    assert [json.loads(line)["input"] for line in stream] == ["the cat", "\ufeffa dog"]
+    assert [json.loads(line)["text"] for line in answers] == ["the cat", "\ufeffa dog"]
+
+
 @pytest.mark.parametrize(
     ("command", "name"), [("translate --beam 1", "translator"), ("generate --max-new-tokens 2", "speaker")]
 )

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from regard import cli
 from regard.config import ModelConfig
 from regard.errors import BadModelFile
 from regard.generation import GenerateConfig
+from regard.generation.fused_answers import _words
 from regard.generation.generate import generate
 from regard.generation.passage_index import PassageIndex, build_index, nearest, read_passages
 from regard.models import Model
@@ -215,6 +217,39 @@ def test_passages_end_with_lines_where_they_can(tmp_path: Path) -> None:
         ("six seven seven seven seven", "4"),
         ("seven " * 4 + "seven", "4"),
     ]
+
+
+def test_a_document_on_one_long_line_is_indexed_whole(tmp_path: Path) -> None:
+    numbers = " ".join(map(str, range(30_000)))  # 168,889 characters
+    (tmp_path / "t.txt").write_text(f"{numbers}\nlast\n", encoding="utf-8")
+    cut = list(read_passages(tmp_path / "t.txt", 100))
+    assert [x.text for x in cut] == [*(" ".join(map(str, range(n, n + 100))) for n in range(0, 30_000, 100)), "last"]
+    assert {x.place for x in cut[:-1]} == {f"{tmp_path / 't.txt'}:1"}
+
+
+def test_an_index_refuses_a_line_it_cannot_read_and_a_missing_file_before_it_embeds(
+    embedder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad, missing, out = (tmp_path / name for name in ("good.txt", "bad.txt", "missing.txt", "idx"))
+    good.write_text("the cat\n", encoding="utf-8")
+    bad.write_bytes(b"the cat\nwith a \0 in it\n")
+    assert run("index", bad, out, "--model", embedder) == 1
+    assert f"{bad}:2: a NUL character" in capsys.readouterr().err
+    monkeypatch.setattr("regard.generation.passage_index._EMBED_BATCH", 1)
+    monkeypatch.setattr("regard.generation.passage_index.embed", None)  # calling it would raise a TypeError
+    assert run("index", good, missing, out, "--model", embedder) == 2
+    assert f"there is no file {missing}" in capsys.readouterr().err
+    table = write_questions(tmp_path / "questions.jsonl", 2)
+    assert run("index", table, out, "--model", embedder, "--column", "title") == 2
+    assert f"--column title: {table} has the columns question, answer, passages" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_special_tokens_are_not_words_of_an_answer() -> None:
+    tokenizer = train_tokenizer(["Anna has the cat"], "words", template="bos-eos")
+    tokenizers = SimpleNamespace(target=tokenizer)
+    ids = [tokenizer.bos_id, *tokenizer.encode("Anna has", special=False), tokenizer.bos_id, tokenizer.unk_id]
+    assert _words(tokenizers, ids) == [("Anna", [1]), ("has", [2])]  # type: ignore[arg-type]
 
 
 def test_the_nearest_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,8 @@ def describe(
 
     with silence_warnings("regard.data.sources"):  # the description lists the lines that were left out
         opened = open_source(config)
-    terminal.progress(f"{opened.name}: {len(opened.train):,} examples")
+    n_train = len(opened.train)
+    terminal.progress(f"{opened.name}: {n_train:,} example{'s' * (n_train != 1)}")
     if (schema := opened.schema) is not None and len(schema.names) > len(schema.columns):
         unread = ", ".join(name for name in schema.names if name not in schema.columns)
         terminal.progress(f"columns that are not read: {unread}; data.columns=… names those to read")

@@ -91,7 +91,8 @@ def index(
 
     options: dict[str, Any] = {"words": words, "column": column, "encoding": encoding, "graph": graph}
     device = terminal.device_name(device)
-    summary = build_index(files, out, model=model, **options, device=device, progress=terminal.progress)
+    with terminal.usage_errors("column", "encoding"):
+        summary = build_index(files, out, model=model, **options, device=device, progress=terminal.progress)
     terminal.print_result(summary, as_json)
 
 

@@ -142,9 +142,9 @@ def read_text(file: Path | None, encoding: str = "utf-8") -> str:
     return decode_text(read_input(file), str(file), encoding)
 
 
-def decode_text(raw: bytes, name: str, encoding: str = "utf-8") -> str:
+def decode_text(raw: bytes, name: str, encoding: str = "utf-8", *, is_start: bool = True) -> str:
     try:
-        text = raw.removeprefix(b"\xef\xbb\xbf").decode(encoding)
+        text = raw.removeprefix(b"\xef\xbb\xbf" if is_start else b"").decode(encoding)
     except UnicodeDecodeError as error:
         place = f"byte 0x{raw[error.start]:02x} at {error.start}"
         raise RegardError(f"{name} is not {encoding.upper()} text: {place}") from None
@@ -192,7 +192,8 @@ def read_records(
 
 def stdin_lines() -> Iterator[str]:
     for number, raw in enumerate(sys.stdin.buffer, start=1):
-        yield decode_text(raw, f"line {number} of the input").removesuffix("\n").removesuffix("\r")
+        text = decode_text(raw, f"line {number} of the input", is_start=number == 1)
+        yield text.removesuffix("\n").removesuffix("\r")
 
 
 def read_prompt(prompt: str | None, file: Path | None, column: str | None, encoding: str) -> str:

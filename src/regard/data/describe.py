@@ -106,23 +106,24 @@ class SourceDescription:
             lines += ["images", *(f"  {size}  {n:,}" for size, n in self.images.items())]
         for unit, sides in (("characters", self.characters), ("tokens", self.tokens)):
             lines += [unit, *(f"  {side}  {lengths.to_text()}" for side, lengths in sides.items())] if sides else []
-        n, n_sources, leaked = self.duplicates, self.repeated_sources, self.leaked_sources
         lines.append("repeats and leaks")
-        lines.append(f"  {n:,} training examples repeat an earlier one, {n_sources:,} repeat its source side")
-        lines.append(f"  {leaked:,} held-out source sides are also in train, {self.leaked_examples:,} whole examples")
-        lines += [f"  {self.dropped_duplicates:,} duplicates were left out"] if self.dropped_duplicates else []
+        n, n_sources = self.duplicates, self.repeated_sources
+        lines.append(f"  training examples that repeat an earlier one: {n:,}, its source side: {n_sources:,}")
+        n, n_sources = self.leaked_examples, self.leaked_sources
+        lines.append(f"  held-out examples that are also in train: {n:,}, their source sides: {n_sources:,}")
+        lines += [f"  duplicates left out: {self.dropped_duplicates:,}"] if self.dropped_duplicates else []
         lines += ["lost", *(f"  {line}" for line in self._loss_lines())]
         examples = [" → ".join(text.replace("\n", "⏎") for text in texts) for texts in self.examples]
         return "\n".join([*lines, "examples", *(f"  {text[:200]}" for text in examples)])
 
     def _loss_lines(self) -> list[str]:
         bad, lines = self.bad_lines, []
-        if self.losses is not None:
-            losses = self.losses
-            fate = f"cut short, losing {losses.tokens_lost:,} tokens" if losses.cut else "left out"
+        if (losses := self.losses) is not None:
+            fate = f"cut short; tokens lost: {losses.tokens_lost:,}" if losses.cut else "left out"
+            n = f"{losses.n_longer:,} example{'s' * (losses.n_longer != 1)}"
             target = "" if losses.max_target_len is None else f" or max_target_len={losses.max_target_len}"
-            lines.append(f"{losses.n_longer:,} examples longer than max_len={losses.max_len}{target} are {fate}")
-            lines.append(f"{losses.n_unknown:,} tokens are unknown")
+            lines.append(f"{n} longer than max_len={losses.max_len}{target} {fate}")
+            lines.append(f"unknown tokens: {losses.n_unknown:,}")
         lines += [f"{name} is read as {code.upper()}" for name, code in bad.get("encodings", {}).items()]
         lines.append(f"{bad['bad']:,} of {bad['read']:,} lines were bad and left out")
         lines += [f"  {reason}: {n:,}" for reason, n in bad["reasons"].items()]

@@ -21,7 +21,7 @@ from ..errors import BadData, UsageError
 from ..foundation.plugins import import_optional
 from .examples import ReadReport
 from .images import find_image
-from .source_files import COLUMN_NAMES, FORMATS, IMAGE_SUFFIXES, has_header
+from .source_files import COLUMN_NAMES, FORMATS, IMAGE_SUFFIXES, has_header, schema_of_keys
 from .table_files import csv_delimiter, json_list, open_parquet, parquet_rows, read_lines, suffix_of, table_records
 
 RecordForm = Literal["lines", "csv", "tsv", "jsonl", "parquet", "folder"]
@@ -144,7 +144,9 @@ def _choose_column(path: Path, names: Sequence[str], requested: str | None, imag
         return match
     if len(names) <= 1:
         return names[0] if names else ""
-    raise ValueError(f"{path} has the columns {', '.join(names)}; say which to read: column={names[0]}")
+    schema = schema_of_keys([*names, "label"], "labelled")  # finds two texts, as in training
+    hint = names[0] if schema is None else ",".join(map(str, schema.columns[:-1]))
+    raise ValueError(f"{path} has the columns {', '.join(names)}; say which to read: column={hint}")
 
 
 def _fields(

@@ -169,16 +169,13 @@ def predict_to_file(
             raise
     form = form_of(out)
     with atomic_file(out) as target:
-        if lines is not None:
-            pairs = zip(records.read(), read_partial(partial), strict=True)
-            target.writelines(lines(record, answer).encode("utf-8", "surrogatepass") for record, answer in pairs)
-        elif form == "lines":
-            answers = (f"{answerer.line(answer)}\n" for answer in read_partial(partial))
-            target.writelines(line.encode("utf-8", "surrogatepass") for line in answers)
+        pairs = zip(records.read(), read_partial(partial), strict=True)
+        if lines is not None or form == "lines":
+            texts = (f"{answerer.line(pair[1])}\n" if lines is None else lines(*pair) for pair in pairs)
+            target.writelines(text.encode("utf-8", "surrogatepass") for text in texts)
         else:
             new, join = table_rows(records, answerer)
             summary.columns = list(new)
-            pairs = zip(records.read(), read_partial(partial), strict=True)
             write_records(target, form, records, new, (join(record, answer) for record, answer in pairs))
     partial.unlink()
 
@@ -239,10 +236,9 @@ def _open_partial(path: Path, settings: dict[str, Any]) -> Iterator[tuple[IO[byt
                     if not line.endswith(b"\n"):  # incomplete: the process died while writing it
                         break
                     n_bytes, n_done = n_bytes + len(line), n_done + 1
-    with path.open("r+b" if n_bytes else "wb") as file:
+    with path.open("ab" if n_bytes else "wb") as file:
         if n_bytes:
             file.truncate(n_bytes)
-            file.seek(n_bytes)
         else:
             file.write(head)
         yield file, n_done, is_other

@@ -181,24 +181,19 @@ def _passage_shares(model: Model, rows: list[list[int]], tokens: list[int]) -> T
         return torch.zeros(0, len(rows))
     with inference(model), record(model, values=False) as recorder:
         model.hidden(sources.values, target, source_padding_mask=sources.padding_mask)
-    ends = torch.tensor([len(row) for row in rows]).cumsum(0).tolist()  # the states of the passages are concatenated
-    names = [site.name for site in model.attention_sites() if site.kind == "cross"]
-    maps = [recorder.map(name) for name in dict.fromkeys(names)]
-    shares = torch.zeros(len(tokens), len(rows))
-    for attention in maps:
-        weights = attention.dense()[0].mean(0).cpu()  # (T, P · S)
-        parts = [weights[:, start:end].sum(-1) for start, end in zip([0, *ends], ends, strict=False)]
-        shares += torch.stack(parts, dim=-1) / len(maps)
-    return shares
+    names = dict.fromkeys(site.name for site in model.attention_sites() if site.kind == "cross")
+    weights = torch.stack([recorder.map(name).dense()[0].mean(0).cpu() for name in names]).mean(0)
+    lengths = [len(row) for row in rows]  # the states of the passages are concatenated, and padded at the end
+    return torch.stack([part.sum(-1) for part in weights[:, : sum(lengths)].split(lengths, dim=-1)], dim=-1)
 
 
 def _words(tokenizers: ModelTokenizers, ids: list[int]) -> list[tuple[str, list[int]]]:
-    """The words of an answer, each with the indices of its tokens."""
+    """The words of an answer, each with the indices of its tokens; special tokens are not part of its text."""
     words: list[tuple[str, list[int]]] = []
-    for span in tokenizers.target.token_spans(ids):
+    for span in (span for span in tokenizers.target.token_spans(ids) if span.start < span.end):
         text, tokens = span.text, list(range(span.first, span.last))
         if words and not text[:1].isspace() and not words[-1][0][-1:].isspace():
             words[-1] = words[-1][0] + text, [*words[-1][1], *tokens]
-        elif text.strip() or tokens:
+        else:
             words.append((text, tokens))
     return [(text.strip(), tokens) for text, tokens in words if text.strip()]

@@ -13,20 +13,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import DataConfig
-from ..data.examples import ReadReport
-from ..data.record_files import form_of, open_records
-from ..data.table_files import read_lines
+from ..data.record_files import Record, form_of, open_records
 from ..errors import BadData, BadModelFile
 from ..foundation.checks import check_positive
 from ..foundation.files import replace_directory, write_atomic
@@ -187,9 +185,9 @@ def build_index(
     if graph:
         _faiss()  # raise before the work
     check_replaceable(Path(out), "writing an index")
+    passages = chain.from_iterable([read_passages(Path(file), words, column, encoding) for file in files])
     opened = open_model(model, device)
     check_can_embed(opened)
-    passages = (x for file in files for x in read_passages(Path(file), words, column, encoding))
     with replace_directory(Path(out)) as folder:
         offsets, vectors = _write_passages(folder, passages, opened, progress)
         if not offsets:
@@ -222,29 +220,30 @@ def _write_passages(
 
 
 def read_passages(path: Path, words: int, column: str | None = None, encoding: str = "auto") -> Iterator[Passage]:
-    """Split a text file into passages, at ends of lines if possible; each row of a table is one or several passages."""
-    if form_of(path) == "lines":
-        lines = ((n, line or "") for n, line in read_lines(path, ReadReport(), DataConfig(encoding=encoding)))
-        yield from _cut_lines(str(path), lines, words)
-        return
-    for record in open_records(path, column, encoding=encoding).read():
-        yield from _cut_lines(str(path), [(record.line, record.text)], words)
+    """Split a text file into passages, at ends of lines if possible; each row of a table is one or several passages.
+
+    A file that cannot be opened is refused at once, a line that cannot be read when its turn comes.
+    """
+    is_table = form_of(path) != "lines"
+    records = open_records(path, column if is_table else None, encoding=encoding)
+    texts = ([record] for record in records.read()) if is_table else [records.read()]
+    return chain.from_iterable(_cut_lines(str(path), text, words) for text in texts)
 
 
-def _cut_lines(name: str, lines: Any, words: int) -> Iterator[Passage]:
+def _cut_lines(name: str, lines: Iterable[Record], words: int) -> Iterator[Passage]:
     """Join lines up to ``words`` words; a blank line ends a passage of at least half as many."""
     pending: list[str] = []  # words of the current passage
     first = 0
-    for number, line in lines:
-        line_words = line.split()
+    for record in lines:
+        line_words = unicodedata.normalize("NFC", record.text).split()
         if pending and (len(pending) + len(line_words) > words or (not line_words and 2 * len(pending) >= words)):
             yield Passage(" ".join(pending), f"{name}:{first}")
             pending = []
-        first = first if pending else number
+        first = first if pending else record.line
         pending += line_words
-        while len(pending) > words:
-            yield Passage(" ".join(pending[:words]), f"{name}:{first}")
-            pending, first = pending[words:], number
+        n_full = max(0, len(pending) - 1) // words * words
+        yield from (Passage(" ".join(pending[n : n + words]), f"{name}:{first}") for n in range(0, n_full, words))
+        pending = pending[n_full:]
     if pending:
         yield Passage(" ".join(pending), f"{name}:{first}")
 

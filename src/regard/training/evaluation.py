@@ -275,11 +275,9 @@ class EvaluationReport:
 
     def to_dict(self) -> dict[str, Any]:
         about = {"path": self.path, "task": self.task, "weights": self.weights, "data": self.data}
-        document: dict[str, Any] = {**about, "options": self.options}
-        if self.against is not None:
-            document["against"] = self.against
-        document["splits"] = {split.name: split.to_dict() for split in self.splits}
-        return {**document, "notes": list(self.notes)}
+        against = {} if self.against is None else {"against": self.against}
+        splits = {split.name: split.to_dict() for split in self.splits}
+        return {**about, "options": self.options, **against, "splits": splits, "notes": list(self.notes)}
 
     def to_text(self) -> str:
         data = f"{self.data['source']}, {self.data['held_out']}"
@@ -293,8 +291,7 @@ class EvaluationReport:
 
 def _split_lines(split: SplitReport, against: str | None) -> list[str]:
     lines = [f"{split.name}: {split.n:,} example{'s' * (split.n != 1)}", *format_pairs(split.metrics, _WIDTH)]
-    classes = split.details.get("classes", [])
-    if classes:
+    if classes := split.details.get("classes", []):
         lines += ["classes", *format_rows(classes[:_MAX_CLASSES], _WIDTH)]
         if len(classes) > _MAX_CLASSES:
             lines.append(f"{GAP}… and {len(classes) - _MAX_CLASSES:,} more")

@@ -289,8 +289,9 @@ class Reporter(AbstractContextManager["Reporter"]):
             for logger in self._loggers:
                 logger.text(step, "samples", text)
 
-    def note(self, text: str) -> None:
-        self._console.say(printable(text), "yellow")
+    def note(self, text: str | None) -> None:
+        if text is not None:
+            self._console.say(printable(text), "yellow")
 
     def report_checkpoint(self, step: int, path: Path | str) -> None:
         with suppress(ValueError):

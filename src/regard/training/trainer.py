@@ -223,9 +223,8 @@ def _schedule_text(before: TrainConfig, recipe: TrainConfig, done: int) -> str |
     """How the learning rate continues if a change of the steps changes its curve; None if it does not."""
     old_lr, new_lr = before.lr * schedule_of(before)(max(1, done)), recipe.lr * schedule_of(recipe)(done + 1)
     restarts = recipe.schedule_start != before.schedule_start
-    if not done or recipe.steps <= done or not (restarts or recipe.steps != before.steps):
-        return None
-    if recipe.schedule not in ("cosine", "wsd") and not restarts:
+    has_new_end = recipe.schedule in ("cosine", "wsd") and recipe.steps != before.steps
+    if not done or recipe.steps <= done or not (restarts or has_new_end):
         return None
     curve = f"the learning rate was {old_lr:.3g} at step {done:,}"
     end = f"ends with {recipe.lr * schedule_of(recipe)(recipe.steps):.3g} at step {recipe.steps:,}"
@@ -233,6 +232,15 @@ def _schedule_text(before: TrainConfig, recipe: TrainConfig, done: int) -> str |
         return f"{curve}; it warms up again over {recipe.warmup:,} steps to {recipe.lr:.3g} and {end}"
     rest = f"{recipe.schedule} over {recipe.steps:,} steps continues with {new_lr:.3g} and {end}"
     return f"{curve}; {rest}; --schedule restart warms up again instead"
+
+
+def _warmup_text(recipe: TrainConfig) -> str | None:
+    """Where the learning rate ends if the run ends within the warm-up; None if it does not."""
+    steps = recipe.steps - recipe.schedule_start
+    if recipe.warmup <= steps:
+        return None
+    name, highest = f"train.warmup={recipe.warmup}", recipe.lr * schedule_of(recipe)(recipe.steps)
+    return f"{name} is longer than the {steps:,} steps: the learning rate only reaches {highest:.3g} of {recipe.lr:.3g}"
 
 
 def _progress(style: Style, group: Group) -> AbstractContextManager[None]:
@@ -319,9 +327,8 @@ def _run(
     )
     with reporter, precision.settings(), without_cudnn_attention(task.ragged):
         reporter.begin(_facts(loop, config, choice))
-        for note in (*notes, *weight_notes, *task.notes):
-            if note is not None:
-                reporter.note(note)
+        for note in (*notes, _warmup_text(config.train), *weight_notes, *task.notes):
+            reporter.note(note)
         if checkpoint is not None:
             loop.restore(checkpoint)
         return _train_and_save(loop, run, first)
@@ -392,8 +399,7 @@ def _train_and_save(loop: Loop, run: RunDirectory, first: Batch) -> TrainResult:
         command = f"regard train --resume {shlex.quote(str(run.root))}"
         return TrainResult(run.root, at.step, at.seconds, finished=False, next_command=command)
     for note in (None if compiled is None else compiled.note, loop.gradient_pass.note):
-        if note is not None:
-            loop.reporter.note(note)
+        loop.reporter.note(note)
     return _finish(run, loop) if loop.group.is_main else TrainResult(run.root, at.step, at.seconds)
 
 
