@@ -119,10 +119,10 @@ def test_lengths_and_what_is_dropped(tmp_path: Path, capsys: Said) -> None:
     assert expected.items() <= found["losses"].items()
     assert found["examples"] == [["a", "b"], ["aa", "b"]]
     assert describe(*words) == 0
-    assert "10 examples longer than max_len=11 left out\n" in capsys.readouterr().out
+    assert "10 examples longer than max_len=11: left out\n" in capsys.readouterr().out
     assert describe(*words, "data.too_long=truncate", "data.max_target_len=1") == 0
     said = capsys.readouterr().out
-    assert "20 examples longer than max_len=11 or max_target_len=1 cut short; tokens lost: 65" in said
+    assert "20 examples longer than max_len=11 or max_target_len=1: cut short; tokens lost: 65" in said
     assert document(capsys, path, "--tokenizer", "none")["tokens"] == {}
 
 

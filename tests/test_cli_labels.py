@@ -75,8 +75,10 @@ def test_a_model_of_pairs_refuses_single_texts(tmp_path: Path, capsys: pytest.Ca
     for model in (f"{tmp_path}/run", f"{tmp_path}/int8"):
         capsys.readouterr()
         assert cli.main(["classify", model, "the man plays"]) == 2
-        assert "this model reads pairs of texts: add the second one" in capsys.readouterr().err
+        assert "this model reads pairs of texts: give the second text" in capsys.readouterr().err
         said(capsys, model, "the man plays", "--second", "he plays")
+    with pytest.raises(ValueError, match="reads pairs of texts"):
+        regard.classify(f"{tmp_path}/run", ["the man plays"])
     single = [*words[:1], "data.columns=premise,label", f"train.init={tmp_path}/run", f"train.out={tmp_path}/b"]
     assert cli.main(["train", "classify", *single, *words[2:], "train.warmup=2"]) == 0
     assert "train.warmup" not in capsys.readouterr().err

@@ -15,7 +15,7 @@ import torch
 import regard
 from regard.cli import main
 from regard.course import checking
-from regard.course.checking import check_file, function_in, judge
+from regard.course.checking import check_file, function_in, judge, same
 from regard.course.exercises import Exercise, chapters, find_exercise, notebook_json
 
 EXERCISES = [exercise for chapter in chapters() for exercise in chapter.exercises]
@@ -307,3 +307,9 @@ def test_in_korean(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     listed = said(capsys)
     assert "40개 가운데 1개 풀었습니다." in listed
     assert "2 · 공식  (docs/ko/learn/2-the-formula.md)" in listed
+
+
+@pytest.mark.parametrize(("got", "expected"), [(20001, 20000), (True, 1), (1, True), (3.0001, 3)])
+def test_whole_numbers_and_truth_values_are_compared_exactly(got: Any, expected: Any) -> None:
+    assert not same(got, expected)
+    assert same(expected, expected)

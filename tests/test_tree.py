@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "regard"
-MAX_FILES, MAX_LINES, MAX_LINES_OF_A_FILE = 354, 76_000, 500
+MAX_FILES, MAX_LINES, MAX_LINES_OF_A_FILE = 354, 76_100, 500
 FRAGMENT_LINES = 60  # a module below this with a single importer belongs into that importer
 
 

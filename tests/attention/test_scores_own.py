@@ -237,6 +237,23 @@ def test_a_scale_is_the_configs_or_the_classes() -> None:
         small("PlainModule", attention_scale=0.25)
 
 
+class OneKeyHead(Dot):
+    """Multi-query keys from grouped ones."""
+
+    def keys(self, k: Tensor) -> Tensor:
+        return k.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled", "sdpa"])
+@torch.no_grad()
+def test_fewer_key_heads_than_value_heads(backend: str) -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    wanted = attend(q, k, v, mask=causal(), mechanism=OneKeyHead(), backend="reference").output
+    output = attend(q, k, v, mask=causal(), mechanism=OneKeyHead(), backend=backend).output
+    torch.testing.assert_close(output, wanted, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("backend", ["tiled", "sdpa", "flex"])
 @pytest.mark.parametrize("sinks", [False, True])
 @torch.no_grad()

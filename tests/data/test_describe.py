@@ -50,9 +50,9 @@ def test_as_a_document_and_as_a_table(pairs: Path) -> None:
     table = found.to_text()
     for part in (
         "train 6, valid 3; held out: files of their own",
-        "training examples that repeat an earlier one: 1, its source side: 2",
+        "training examples that repeat an earlier one: 1, or at least its source side: 2",
         "held-out examples that are also in train: 1, their source sides: 2",
-        "2 examples longer than max_len=3 left out",
+        "2 examples longer than max_len=3: left out",
         "1 of 10 lines were bad and left out",
         "train.tsv:8: wrong column count: 1 instead of 2",
         "a → x",
@@ -86,7 +86,7 @@ def test_a_chat_that_is_too_long_is_left_out_as_in_training(tmp_path: Path) -> N
     source = open_source(tmp_path / "chats.jsonl", valid_fraction=0)
     found = describe(source, train_tokenizer(["a"], "bytes"), max_len=5)
     assert found.examples == [["what", "a"], ["what", "a long answer"]]
-    assert "1 example longer than max_len=5 left out" in found.to_text()
+    assert "1 example longer than max_len=5: left out" in found.to_text()
     cut = describe(source, train_tokenizer(["a"], "bytes"), max_len=5, too_long="truncate")
     assert "cut short; tokens lost: 8" in cut.to_text()
 

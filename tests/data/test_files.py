@@ -538,6 +538,18 @@ def test_captions_in_every_form(tmp_path: Path, name: str, content: str) -> None
     assert [(x.image.name, x.captions) for x in examples] == [("a.png", ("one", "two")), ("b.png", ("three",))]
 
 
+def test_a_name_that_no_file_system_allows_is_a_bad_line(tmp_path: Path) -> None:
+    names = ["a.png", "b.png", "한" * 100 + "/a.png", "x" * 300 + ".png"]
+    for number, name in enumerate(names[:2]):
+        picture(tmp_path / "images" / name, (8, 9 + number))
+    rows = "".join(f"{name},{'ab'[n % 2]}\n" for n, name in enumerate(names))
+    table = write(tmp_path / "t.csv", f"image,label\n{rows}")
+    assert len(everything(open_source(table, valid_fraction=0.5, bad_lines="skip"))) == 2
+    read = [Path(record.text) for record in open_records(table, images=True).read()]
+    assert [path.name for path in read[:2]] == names[:2]
+    assert len(read) == 4
+
+
 def test_names_of_files_in_decomposed_hangul(tmp_path: Path) -> None:
     """As archives from macOS have them: in folders and files, and in tables that name them either way."""
     forms: list[Literal["NFC", "NFD"]] = ["NFC", "NFD"]

@@ -22,14 +22,16 @@ from regard.cli import main
 from regard.config import MIXERS
 from regard.data.sources import open_source
 from regard.errors import BadModelFile, Diverged, RegardError, UsageError
-from regard.experiments import ablate
+from regard.experiments import ablate, sweep_cell
 from regard.experiments.ablations import SWEEPS
 from regard.experiments.sweep_cell import check_convergence, run_facts
 from regard.experiments.sweep_report import smaller_is_better, write_report
 from regard.experiments.sweep_runner import run_sweep, unfinished_runs
-from regard.experiments.sweep_spec import Cell, Sweep, fingerprint, merge_words, read_result, run_folder
+from regard.experiments.sweep_spec import Cell, Sweep, data_hash, fingerprint, merge_words, read_result, run_folder
 from regard.foundation import plugins
 from regard.foundation.files import file_lock
+from regard.recipes import run_config
+from regard.training import train
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -484,6 +486,20 @@ def test_results_on_one_file_are_not_reported_as_those_on_another(tmp_path: Path
             run_sweep(other, out)
     assert Sweep.read(out) == first
     assert run_sweep(moved, out).finished
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_interrupted_run_goes_on_with_the_same_data_only(same: bool, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("first.tsv", "second.tsv")]
+    for file, word in zip(files, ("one", "one" if same else "two"), strict=True):
+        file.write_text("".join(f"{word} {n}\t{n} {word}\n" for n in range(60)))
+    words = ["train.steps=2", "train.save_every=1", "train.samples=0", "model.d_model=16", "model.n_heads=2"]
+    config, other = (run_config("translate", [f"data.source={file}", *words]) for file in files)
+    train(config.with_(train=config.train.with_(out=str(tmp_path / "run"), stop_at=1)), style="quiet")
+    result = sweep_cell._train_or_resume(other, tmp_path / "run", tmp_path / "shared", "quiet")
+    began = json.loads((tmp_path / "run" / "provenance.json").read_bytes())["data"]
+    assert began["sha256"] == data_hash(other)
+    assert result.finished
 
 
 def test_fewer_seeds_do_not_shrink_what_is_stored(tmp_path: Path) -> None:

@@ -98,6 +98,14 @@ def test_start_and_end_of_generation_config_come_first(
         assert (each.config.bos_id, each.config.eos_id, each.config.more_eos_ids) == ids
 
 
+def test_end_tokens_that_were_changed_are_kept(tmp_path: Path) -> None:
+    folder = directory("llama", tmp_path / "theirs", bos_token_id=1, eos_token_id=[3, 4])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    model = load(folder)
+    model.config = model.config.with_(more_eos_ids=(5, 6))
+    assert load(model.save(tmp_path / "ours")).config.more_eos_ids == (5, 6)
+
+
 @pytest.mark.parametrize("rule", ["bad_words_ids", "suppress_tokens"])
 def test_a_rule_for_tokens_that_is_no_list_forbids_none(rule: str, tmp_path: Path) -> None:
     folder = directory("marian", tmp_path / "theirs", **{rule: 5})

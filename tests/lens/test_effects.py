@@ -48,6 +48,16 @@ def test_the_last_layer_says_what_the_model_says(make: Any, given: tuple[Any, ..
         assert found[0].best[0].probability != pytest.approx(found[-1].best[0].probability, abs=1e-6)
 
 
+def test_the_logit_lens_of_a_model_in_training_has_no_dropout() -> None:
+    model = classifier()
+    model.train()
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.5
+    seen = look(model, TEXT)
+    assert logit_lens(seen) == logit_lens(seen)
+
+
 def test_a_layer_in_between_is_a_model_that_ends_there() -> None:
     deep = language_model()
     shallow = language_model(n_layers=1)

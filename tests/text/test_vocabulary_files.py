@@ -145,7 +145,7 @@ def test_added_tokens_are_theirs(name: str, source: str, tmp_path: Path) -> None
 def test_an_added_token_with_the_id_of_another_is_refused(tmp_path: Path) -> None:
     folder = directory("bert", tmp_path / "bert")
     (folder / "added_tokens.json").write_text('{"<new>": 30}', "utf-8")
-    with pytest.raises(BadModelFile, match="'<new>' with id 30, where 22 is the next"):
+    with pytest.raises(BadModelFile, match="'<new>' has the id 30 there, but 22 in the vocabulary"):
         regard.load(folder)
 
 

@@ -488,3 +488,12 @@ def test_a_comparison_becomes_json() -> None:
     truth, a, b = systems(30)
     found = paired_bootstrap(classes.accuracy_statistics(a, truth), classes.accuracy_statistics(b, truth), samples=20)
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False)) == dataclasses.asdict(found)
+
+
+def test_masked_models_without_a_token_in_common_are_not_compared() -> None:
+    def losses(position: int) -> language.TextLosses:
+        values = np.where(np.arange(4) == position, 1.0, np.nan)
+        return language.TextLosses(None, ["a"], np.arange(4), np.array([0, 4]), values, np.arange(4))  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match="no token in common"):
+        language.paired_texts(losses(1), losses(2), masked=True)

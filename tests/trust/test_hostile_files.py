@@ -177,6 +177,11 @@ def test_a_number_that_no_computer_adds(number: str) -> None:
         parse_json(f'{{"size": {number}}}'.encode(), "x.json")
 
 
+def test_infinity_is_read_in_no_file_but_config_json() -> None:
+    with pytest.raises(BadModelFile, match="Infinity is not a number in JSON"):
+        parse_json(b'{"lr": Infinity}', "x.json")
+
+
 def test_a_missing_name_is_a_fault_of_the_file() -> None:
     document = parse_json(b'{"a": {"b": 1}}', "x.json")
     assert document["a"]["b"] == 1

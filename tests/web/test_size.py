@@ -66,7 +66,8 @@ def test_4096_tokens_of_12_layers_and_12_heads(tmp_path: Path) -> None:
             Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # the peak is counted from here
             before = resident(process.pid, "VmRSS")
             sent = json.loads(ask("/api/looks", {"model": "long", "text": text[shift:] + text[:shift]}))
-            assert sent["kinds"]["self"] == {"layers": 12, "heads": 12, "n_rows": 4096, "n_cols": 4096}
+            sizes = {"layers": 12, "heads": 12, "n_rows": 4096, "n_cols": 4096}
+            assert sent["kinds"]["self"] == {**sizes, "normalised": True}
             growths.append(resident(process.pid, "VmHWM") - before)
         assert min(growths) < 400, f"opening a look took {growths} MB"
         at = f"/api/looks/{sent['id']}"

@@ -100,7 +100,7 @@ def run(call: AttentionCall, backend: str = "auto", weights: bool = False) -> At
     if name == "reference":
         output, matrix = reference(call)
         return Attended(output, matrix if weights else None)
-    if isinstance(call.mechanism, Dot) and call.k.shape[1] != call.v.shape[1]:
+    if isinstance(call.mechanism, Dot) and call.k.shape[1] > call.v.shape[1]:
         # Fused kernels need as many value heads as key heads, and a mechanism may make more key heads.
         call = replace(call, v=call.v.repeat_interleave(call.k.shape[1] // call.v.shape[1], dim=1))
     return Attended(_RUN[name](call), None)

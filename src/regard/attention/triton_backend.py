@@ -64,7 +64,7 @@ def triton_obstacle(call: AttentionCall) -> str | None:
     if max(call.q.shape[-1], call.v.shape[-1]) > _WIDEST:
         return f"heads wider than {_WIDEST}"
     if (widest := _widest_with_plan(call)) is not None and max(call.q.shape[-1], call.v.shape[-1]) > widest:
-        return f"gradients with a block-sparse mask and heads wider than {widest}"
+        return f"gradients with a block-sparse mask and {call.q.dtype} heads wider than {widest}"
     if call.frame.may_have_gaps:
         return "positions that are not consecutive"
     parts = _bias_parts(call.bias)

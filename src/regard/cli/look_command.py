@@ -63,35 +63,35 @@ def look(
     from regard.lens.compare import compare as compare_looks
 
     options = without_none(beam=beam, max_new_tokens=max_new_tokens) or None
-    own = look_at(opened, what, target, generate=options)
-    kind = kind if kind is not None or "cross" not in own.kinds else "cross"
+    own_look = look_at(opened, what, target, generate=options)
+    kind = kind if kind is not None or "cross" not in own_look.kinds else "cross"
     if compare is not None:
         other = terminal.open_model(compare, device, dtype=dtype)
         if other.config.architecture != opened.config.architecture:
             raise UsageError(f"--compare {compare}: {other.config.architecture}, not {opened.config.architecture}")
         other_target: Any = target
-        if target is None and len(own.inputs) == 2:  # both models need the same target, so that rows match
-            other_target, options = own.inputs[1][0].tolist(), None
+        if target is None and len(own_look.inputs) == 2:  # both models need the same target, so that rows match
+            other_target, options = own_look.inputs[1][0].tolist(), None
         other_look = look_at(other, what, other_target, generate=options)
-        terminal.print_result(compare_looks(own, other_look, kind=kind), as_json)
+        terminal.print_result(compare_looks(own_look, other_look, kind=kind), as_json)
         return
     from regard.lens.render import select_head
 
     view_options: dict[str, Any] = {"kind": kind, "words": words, "specials": specials}
     with terminal.usage_errors("kind"):
-        layer = _index("layer", layer, own.layers(kind=kind))
-        head = None if head is None else _index("head", head, own.heads(kind=kind))
+        layer = _index("layer", layer, own_look.layers(kind=kind))
+        head = None if head is None else _index("head", head, own_look.heads(kind=kind))
         if out is not None:
-            _write_file(own, out, layer=layer, head=head, **view_options)
+            _write_file(own_look, out, layer=layer, head=head, **view_options)
             terminal.progress(f"wrote {out}")
         if experts:
-            _print_routing(own, layer, kind, as_json)
+            _print_routing(own_look, layer, kind, as_json)
         elif as_json:
-            terminal.print_json({"model": model, **_to_dict(own, top or 3, layer, head, view_options)})
+            terminal.print_json({"model": model, **_to_dict(own_look, top or 3, layer, head, view_options)})
         elif top is not None:
-            print(*select_head(own, **view_options).view.top(top, layer=layer, head=head), sep="\n")
+            print(*select_head(own_look, **view_options).view.top(top, layer=layer, head=head), sep="\n")
         elif out is None:
-            own.print(layer=layer, head=head, **view_options)
+            own_look.print(layer=layer, head=head, **view_options)
 
 
 def _check_options(
@@ -116,41 +116,41 @@ def _index(name: str, number: int, total: int) -> int:
     return number - 1 if number > 0 else number
 
 
-def _write_file(own: Look, out: Path, **options: Any) -> None:
+def _write_file(look: Look, out: Path, **options: Any) -> None:
     match out.suffix.lower():
         case ".csv":
-            own.csv(out, **options)
+            look.csv(out, **options)
         case ".html":
-            own.html(out, **options)
-        case _ if any(label.box for label in own.cols(kind=options["kind"])) and own.image is not None:
+            look.html(out, **options)
+        case _ if any(label.box for label in look.cols(kind=options["kind"])) and look.image is not None:
             del options["specials"]
-            own.overlay(out, **options)
+            look.overlay(out, **options)
         case _:
-            own.heatmap(out, **options)
+            look.heatmap(out, **options)
 
 
-def _to_dict(own: Look, top: int, layer: int, head: int | None, view_options: dict[str, Any]) -> dict[str, Any]:
+def _to_dict(look: Look, top: int, layer: int, head: int | None, view_options: dict[str, Any]) -> dict[str, Any]:
     """The texts and sizes of a look, and the ``top`` tokens that each token attends to, largest weight first."""
     from regard.lens.render import select_head
 
     kinds = {}
-    for kind in own.kinds:
-        sizes = {"layers": own.layers(kind=kind), "heads": own.heads(kind=kind)}
-        kinds[kind] = {**sizes, "rows": len(own.rows(kind=kind)), "cols": len(own.cols(kind=kind))}
-    view = select_head(own, **view_options).view
+    for kind in look.kinds:
+        sizes = {"layers": look.layers(kind=kind), "heads": look.heads(kind=kind)}
+        kinds[kind] = {**sizes, "rows": len(look.rows(kind=kind)), "cols": len(look.cols(kind=kind))}
+    view = select_head(look, **view_options).view
     indices, rows = {id(label): n for n, label in enumerate(view.cols)}, []
     for n, (row, at) in enumerate(view.top(top, layer=layer, head=head)):
         looks_at = [{"index": indices[id(x)], "text": x.text, "weight": weight} for x, weight in at]
         rows.append({"index": n, "text": row.text, "special": row.special, "looks_at": looks_at})
-    chosen = {"kind": view.kind, "layer": own._layer(view.kind, layer), "head": head}
-    return {"text": own.text, "target": own.target_text, "kinds": kinds, **chosen, "rows": rows}
+    chosen = {"kind": view.kind, "layer": look._layer(view.kind, layer), "head": head}
+    return {"text": look.text, "target": look.target_text, "kinds": kinds, **chosen, "rows": rows}
 
 
-def _print_routing(own: Look, layer: int, kind: str | None, as_json: bool) -> None:
+def _print_routing(own_look: Look, layer: int, kind: str | None, as_json: bool) -> None:
     kind = "self" if kind == "cross" else kind  # experts come after all attention of a layer
-    routing = own.routing(layer=layer, kind=kind)
+    routing = own_look.routing(layer=layer, kind=kind)
     rows: list[dict[str, Any]] = []
-    tokens = zip(own.rows(kind=kind), routing.experts.tolist(), routing.weights.tolist(), strict=True)
+    tokens = zip(own_look.rows(kind=kind), routing.experts.tolist(), routing.weights.tolist(), strict=True)
     for label, chosen, weights in tokens:
         pairs = zip(chosen, weights, strict=True)
         rows.append({"text": label.text, "experts": [{"expert": e, "weight": weight} for e, weight in pairs]})

@@ -27,7 +27,7 @@ class MixingWork(NamedTuple):
     keys: float  # per query, on average
     size: int  # mixer_size, or the mechanism's default
     n_kv_heads: int
-    sources: float = 1.0  # tokens that keys are made of, per token that is mixed
+    sources: float = 1.0  # source tokens, of which keys are made, per query
 
 
 def pairs_flops(work: MixingWork) -> float:

@@ -131,11 +131,12 @@ def same(got: Any, expected: Any) -> bool:
     if isinstance(expected, list | tuple):
         alike = isinstance(got, list | tuple) and len(got) == len(expected)
         return alike and all(same(a, b) for a, b in zip(got, expected, strict=True))
-    if isinstance(expected, float | int):
+    if isinstance(expected, float):
         return isinstance(got, float | int) and (
             math.isclose(got, expected, rel_tol=1e-4, abs_tol=1e-9) or (math.isnan(got) and math.isnan(expected))
         )
-    return bool(type(got) is type(expected) and got == expected)
+    is_whole = isinstance(expected, int) and isinstance(got, float | int) and bool not in (type(got), type(expected))
+    return bool((is_whole or type(got) is type(expected)) and got == expected)
 
 
 def _scalar(x: Any) -> Any:

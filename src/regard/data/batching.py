@@ -43,7 +43,9 @@ class BatchPlan:
         longest = self.lengths if self.lengths.ndim == 1 else self.lengths.max(axis=1)
         self._included = np.flatnonzero(longest <= (max_len or np.iinfo(np.int64).max))
         if not len(self._included):
-            raise ValueError(f"every example is longer than max_len={max_len}")
+            raise ValueError(
+                f"every example is longer than max_len={max_len}" if len(longest) else "there is no example"
+            )
         sizes = longest[self._included]
         if sizes.max() > batch_tokens:
             hint = "raise it, or leave long examples out with max_len"

@@ -108,7 +108,9 @@ class SourceDescription:
             lines += [unit, *(f"  {side}  {lengths.to_text()}" for side, lengths in sides.items())] if sides else []
         lines.append("repeats and leaks")
         n, n_sources = self.duplicates, self.repeated_sources
-        lines.append(f"  training examples that repeat an earlier one: {n:,}, its source side: {n_sources:,}")
+        lines.append(
+            f"  training examples that repeat an earlier one: {n:,}, or at least its source side: {n_sources:,}"
+        )
         n, n_sources = self.leaked_examples, self.leaked_sources
         lines.append(f"  held-out examples that are also in train: {n:,}, their source sides: {n_sources:,}")
         lines += [f"  duplicates left out: {self.dropped_duplicates:,}"] if self.dropped_duplicates else []
@@ -122,7 +124,7 @@ class SourceDescription:
             fate = f"cut short; tokens lost: {losses.tokens_lost:,}" if losses.cut else "left out"
             n = f"{losses.n_longer:,} example{'s' * (losses.n_longer != 1)}"
             target = "" if losses.max_target_len is None else f" or max_target_len={losses.max_target_len}"
-            lines.append(f"{n} longer than max_len={losses.max_len}{target} {fate}")
+            lines.append(f"{n} longer than max_len={losses.max_len}{target}: {fate}")
             lines.append(f"unknown tokens: {losses.n_unknown:,}")
         lines += [f"{name} is read as {code.upper()}" for name, code in bad.get("encodings", {}).items()]
         lines.append(f"{bad['bad']:,} of {bad['read']:,} lines were bad and left out")

@@ -51,14 +51,15 @@ def find_image(folder: Path, name: str) -> Path:
         return path
     path = folder
     for part in Path(name).parts:
-        names = {} if os.path.lexists(path / part) or not path.is_dir() else _names(path, path.stat().st_mtime_ns)
+        is_searched = not os.path.lexists(path / part) and os.path.isdir(path)
+        names = _names(path, path.stat().st_mtime_ns) if is_searched else {}
         path /= names.get(unicodedata.normalize("NFC", part), part)
     return path
 
 
 @lru_cache(maxsize=8)
-def _names(folder: Path, changed: int) -> dict[str, str]:
-    """The names in a folder by their NFC; ``changed`` is when that last changed."""
+def _names(folder: Path, modified_at: int) -> dict[str, str]:
+    """The names in a folder by their NFC form; with another ``modified_at`` the folder is read again."""
     return {unicodedata.normalize("NFC", name): name for name in os.listdir(folder)}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,8 +222,8 @@ def _cell(fields: Mapping[str, Any], column: str, path: Path, line: int, folder:
         raise BadData(f"{path}:{line}: {column!r} is not a text but a {type(value).__name__}{hint}")
     if folder is None or not str(value).strip():
         return str(value)
-    paths = [find_image(place, str(value)) for place in (folder, folder / "images")]  # the second as in training
-    return str(next(filter(Path.exists, paths), paths[0]))
+    paths = (find_image(place, str(value)) for place in (folder / "images", folder))  # in this order, as in training
+    return str(next(filter(os.path.exists, paths), folder / str(value)))
 
 
 def write_records(

@@ -473,8 +473,8 @@ def _usable_images(
             yield row, name
             continue
         if name not in images:
-            image = root if "\0" in name else find_image(root, name)
-            inside = image != root and image.resolve().is_relative_to(root)
+            image = find_image(root, name.replace("\0", "?"))
+            inside = "\0" not in name and image.resolve().is_relative_to(root)
             fault = check_image(image, config.max_pixels, config.check_images) if inside else "outside its folder"
             images[name] = image, fault
         image, fault = images[name]

@@ -37,11 +37,11 @@ from ..training.evaluation import evaluate
 from ..training.loss import Batch
 from ..training.predictors import open_validation_task
 from ..training.reporter import peak_memory_mib
-from ..training.run_directory import RUN_FILE, RunDirectory, provenance
+from ..training.run_directory import RUN_FILE, RunDirectory, absolute_paths, provenance
 from ..training.signals import Interrupted
 from ..training.tasks import TextTask, open_task
 from ..training.trainer import TrainResult, resume, train
-from .sweep_spec import RESULT_FILE, prune_run
+from .sweep_spec import RESULT_FILE, data_hash, prune_run
 
 FACTORS = (1, 2, 4, 8)  # the multiples of the training length that ``measure_lengths`` evaluates
 EXTRAPOLATION_METRICS = tuple(f"loss_{factor}x" for factor in FACTORS)
@@ -116,10 +116,13 @@ def _train_and_evaluate(run: CellRun) -> dict[str, Any]:
 
 
 def _train_or_resume(config: RunConfig, run: Path, shared: Path, style: Style) -> TrainResult:
-    """Train from scratch, or resume an interrupted run."""
+    """Train from scratch, or resume an interrupted run on the same data."""
     if (run / RUN_FILE).exists() and any((run / "checkpoints").glob("step-*")):
         try:
-            return resume(run, style=style)
+            stored = RunDirectory.open(run)
+            before, now = ((x.source, x.valid) for x in (stored.config.data, absolute_paths(config.data)))
+            if before == now or stored.facts["data"]["sha256"] == data_hash(config):
+                return resume(run, style=style)
         except BadModelFile:  # an incomplete or damaged checkpoint: start over
             traceback.print_exc()
     shutil.rmtree(run, ignore_errors=True)

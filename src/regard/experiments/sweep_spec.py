@@ -23,7 +23,6 @@ import tomllib
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ..config import ModelConfig, RunConfig
 from ..config.mixers import get_mixer
 from ..config.overrides import flat_fields, format_value, parse_overrides
-from ..data.sources import open_source
 from ..errors import BadModelFile, RegardError, UsageError
 from ..foundation.checks import did_you_mean
 from ..foundation.files import write_atomic
@@ -40,6 +38,7 @@ from ..foundation.jsonio import read_json, to_json
 from ..models.build import model_class
 from ..recipes import recipe as recipe_of
 from ..recipes import run_config
+from ..training.run_inputs import open_run_source, resolve_run
 
 SWEEP_FILE, RESULT_FILE = "sweep.json", "result.json"
 FINAL = ("done", "diverged")  # final outcomes; a failed run is tried again by the next call
@@ -178,7 +177,7 @@ class Sweep:
 
         Files may have moved, so data at another path are compared by their hash.
         """
-        own_cells, hash_of = {cell.name: cell for cell in self.rows}, cache(lambda data: open_source(data).sha256)
+        own_cells, hashes = {cell.name: cell for cell in self.rows}, dict[Any, str]()
         for stored_cell in stored.rows:
             if (cell := own_cells.get(stored_cell.name)) is None:
                 continue
@@ -190,7 +189,10 @@ class Sweep:
                     raise UsageError(f"{out} holds this sweep with other settings: {change}")
             seeds = stored.seeds if former.data != config.data else ()
             results = (read_result(out, cell.name, seed) for seed in seeds)
-            if any(x and x.get("data_sha256") not in (None, hash_of(config.data)) for x in results):
+            recorded = {x["data_sha256"] for x in results if x and x.get("data_sha256")}
+            if recorded and (key := (config.task, config.data)) not in hashes:
+                hashes[key] = data_hash(config)
+            if recorded - {hashes.get((config.task, config.data))}:
                 raise UsageError(f"{out} holds runs of {cell.name!r} on other data; choose another --out")
 
     def check_measures(self, file: Path) -> None:
@@ -280,6 +282,11 @@ class _Result(BaseModel):
     seconds: float | None = None
     memory_mib: float | None = None
     train_loss: float | None = None
+
+
+def data_hash(config: RunConfig) -> str:
+    """The SHA-256 of the examples of a run, as its provenance records it."""
+    return open_run_source(resolve_run(config)).sha256
 
 
 def read_result(out: Path, cell: str, seed: int) -> dict[str, Any] | None:

@@ -17,9 +17,8 @@ HAS_TRITON = find_spec("triton") is not None
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # its interpreter runs kernels on a CPU
 DEVICES = ("auto", "cpu", "cuda", "mps")
 """The valid names of devices; ``cuda:1`` selects one of several GPUs."""
-# Bytes of shared memory of the GPU that kernels are tuned on, and below which (99 KiB on GPUs other than A100, H100 and
-# their successors) wide heads need much smaller tiles.
-H200_SHARED_MEMORY, SMALL_SHARED_MEMORY = 227 << 10, 128 << 10
+H200_SHARED_MEMORY = 227 << 10  # bytes; kernels are tuned for it
+SMALL_SHARED_MEMORY = 128 << 10  # with less (99 KiB on most GPUs but A100 and H100), wide heads need smaller tiles
 
 
 def is_available(kind: str) -> bool:

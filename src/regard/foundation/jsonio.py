@@ -1,4 +1,4 @@
-"""Strict JSON: no duplicate keys, NaN or infinite numbers, in reading and in writing."""
+"""Strict JSON: no duplicate keys, NaN or infinite numbers, in reading and in writing; one exception for config.json."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
     """Parse the content of the file ``name`` as a JSON object.
 
-    Stricter than ``json.loads``: a repeated key, NaN, -Infinity, a number that is too long or too large, or a top level
-    other than an object is a BadModelFile. Infinity is read as an object, which no field takes for a number.
+    Stricter than ``json.loads``: a repeated key, NaN, an infinite number, one that is too long or too large, or a top
+    level other than an object is a BadModelFile. Only in a config.json, Infinity is read as the object ``INFINITY``.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> JsonObject:
@@ -60,8 +60,8 @@ def parse_json(text: bytes, name: str | Path) -> dict[str, Any]:
         return out
 
     def parse_constant(word: str) -> dict[str, str]:
-        if word == "Infinity":
-            return INFINITY
+        if word == "Infinity" and Path(name).name == "config.json":
+            return dict(INFINITY)
         raise ValueError(f"{word} is not a number in JSON")
 
     def parse_int(digits: str) -> int:

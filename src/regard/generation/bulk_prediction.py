@@ -169,11 +169,14 @@ def predict_to_file(
             raise
     form = form_of(out)
     with atomic_file(out) as target:
-        pairs = zip(records.read(), read_partial(partial), strict=True)
-        if lines is not None or form == "lines":
-            texts = (f"{answerer.line(pair[1])}\n" if lines is None else lines(*pair) for pair in pairs)
+        if form == "lines" and lines is None:  # from the answers alone, without reading the input again
+            texts = (f"{answerer.line(answer)}\n" for answer in read_partial(partial))
             target.writelines(text.encode("utf-8", "surrogatepass") for text in texts)
+        elif lines is not None:
+            pairs = zip(records.read(), read_partial(partial), strict=True)
+            target.writelines(lines(*pair).encode("utf-8", "surrogatepass") for pair in pairs)
         else:
+            pairs = zip(records.read(), read_partial(partial), strict=True)
             new, join = table_rows(records, answerer)
             summary.columns = list(new)
             write_records(target, form, records, new, (join(record, answer) for record, answer in pairs))

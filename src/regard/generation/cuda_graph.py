@@ -38,7 +38,8 @@ _MAX_PROMPT_TOKENS = 16384  # in a captured prefill; larger ones are not bound b
 _MAX_DECODERS = 4  # decoders kept per model, each with its keys and values
 _MAX_KEPT_BYTES = 8 << 30  # of all decoders of a model together
 
-_lock = threading.Lock()  # for captures, and for the decoders of all models
+_capture_lock = threading.Lock()  # torch has one stream for the captures of all threads
+_lock = threading.Lock()  # for the decoders of all models
 Captured = TypeVar("Captured")
 
 
@@ -54,7 +55,7 @@ class CapturedStep:
         self._run: Callable[[], Any] = lambda: [run() for _ in range(repeats)][-1]
         if device.type != "cuda":
             return
-        with _lock, torch.cuda.device(device):  # torch has one stream for the captures of all threads
+        with _capture_lock, torch.cuda.device(device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

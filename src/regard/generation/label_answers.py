@@ -11,7 +11,7 @@ from ..text.words import split_words
 from .bulk_prediction import Answer, Answerer, image_check, text_check
 from .tag_words import tag
 from .text_codec import ModelTokenizers
-from .text_generation import class_names, classify
+from .text_generation import check_reads_single_texts, class_names, classify
 
 
 def label_answerer(
@@ -33,10 +33,8 @@ def label_answerer(
         raise ValueError(f"this model reads one {model.config.source} at a time, not pairs of texts")
     if is_tagger:
         return _tag_answerer(model, truncate)
-    if not has_pairs and model.processor is not None and model.processor.reads_pairs:
-        raise ValueError(
-            "this model reads pairs of texts: add the second one (--second TEXT, or --column A,B for a table)"
-        )
+    if not has_pairs:
+        check_reads_single_texts(model)
     label_threshold = 0.5 if threshold is None else threshold
 
     def answer(inputs: list[str]) -> list[Answer]:

@@ -440,7 +440,15 @@ def _encode_texts(model: Model, inputs: Any, truncate: bool) -> tuple[Any, int |
         if truncate and separator is not None:
             rows = [cut_pair(row, separator, max_len) for row in rows]
         return rows, separator if model.config.n_segments > 1 else None
+    if is_text(inputs):
+        check_reads_single_texts(model)
     return tokenizers.encode_inputs(inputs, "text") if is_text(inputs) else inputs, None
+
+
+def check_reads_single_texts(model: Model) -> None:
+    """Raise ValueError if the model is a classifier of pairs of texts."""
+    if model.processor is not None and model.processor.reads_pairs:
+        raise ValueError("this model reads pairs of texts: give the second text, too")
 
 
 def rank_classes(model: Model, logits: Tensor, threshold: float = 0.5) -> list[Classified]:

@@ -105,12 +105,13 @@ def read_config(fields: dict[str, Any], generation: Mapping[str, Any] | None = N
     settings = {**fields, **(generation or {})}
     forbidden, sequences = _forbidden_ids(config, settings)
     ignored = {name: settings.get(name) for name in _TOKEN_RULES} | {"bad_words_ids": sequences or None}
-    is_rule = {name: value not in (None, _TOKEN_RULES.get(name)) for name, value in ignored.items()}
+    is_rule = {name: value not in (None, [], _TOKEN_RULES.get(name)) for name, value in ignored.items()}
     if rules := [f"{name}={value}"[:100] for name, value in ignored.items() if is_rule[name]]:
         hint = "give prefix, logit_bias, repetition_penalty, no_repeat_ngram or min_new_tokens for the same texts"
         _log.warning("transformers generates with %s, which regard does not follow; %s", ", ".join(rules), hint)
     config = section_config or config.with_(**_generation_ids(config, generation or {}))
-    config = config.with_(more_eos_ids=_more_eos_ids(config, generation or {}, fields), forbidden_ids=forbidden)
+    ends = config.more_eos_ids if section_config else _more_eos_ids(config, generation or {}, fields)
+    config = config.with_(more_eos_ids=ends, forbidden_ids=forbidden)
     return ResolvedConfig(model_type, config, family.steps(config))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..foundation.checks import check_positive
 from ..generation import classify
+from ..generation.generate import inference
 from ..generation.text_generation import class_names
 from ..models import Model
 from .activations import PassInputs, capture_inputs
@@ -136,7 +137,6 @@ class LayerPrediction:
     entropy: float  # of the distribution over all tokens or classes, in nats
 
 
-@torch.no_grad()
 def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPrediction]:
     """The final norm and head applied after each layer (nostalgebraist 2020).
 
@@ -156,19 +156,20 @@ def logit_lens(look: Look, position: int = -1, k: int = 5) -> list[LayerPredicti
     stack, index = by_name[name], look._position(position)
     text_of = (lambda n: class_names(model)[n]) if classifier is not None else look.token_text
     sites = [name, *(f"{name}.blocks.{layer}.output" for layer in range(stack.n_layers))]
-    record = capture_inputs(model, PassInputs(look.inputs, {}, [1], [1]), sites=sites, keep_calls=False)
     predictions: list[LayerPrediction] = []
-    for layer, site in enumerate(sites, start=-1):
-        states = record[site] if model.config.head == "classify" else record[site][:, index : index + 1]
-        states = states if stack.norm is None else stack.norm(states)
-        logits = head(states, model.output_table) if classifier is None else classifier(states)
-        logits = logits.flatten(0, -2)[0].float().cpu()
-        probabilities = whole = logits.softmax(-1)
-        if problem_type == "multi_label":  # each label is a choice of its own
-            probabilities = logits.sigmoid()
-            whole = torch.cat((probabilities, 1 - probabilities))
-        best = probabilities.topk(min(k, len(probabilities)))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        tokens = [Next(n, text_of(n), probability) for n, probability in pairs]
-        predictions.append(LayerPrediction(layer, tokens, float(torch.special.entr(whole).sum())))
+    with inference(model):
+        record = capture_inputs(model, PassInputs(look.inputs, {}, [1], [1]), sites=sites, keep_calls=False)
+        for layer, site in enumerate(sites, start=-1):
+            states = record[site] if model.config.head == "classify" else record[site][:, index : index + 1]
+            states = states if stack.norm is None else stack.norm(states)
+            logits = head(states, model.output_table) if classifier is None else classifier(states)
+            logits = logits.flatten(0, -2)[0].float().cpu()
+            probabilities = whole = logits.softmax(-1)
+            if problem_type == "multi_label":  # each label is a choice of its own
+                probabilities = logits.sigmoid()
+                whole = torch.cat((probabilities, 1 - probabilities))
+            best = probabilities.topk(min(k, len(probabilities)))
+            pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            tokens = [Next(n, text_of(n), probability) for n, probability in pairs]
+            predictions.append(LayerPrediction(layer, tokens, float(torch.special.entr(whole).sum())))
     return predictions

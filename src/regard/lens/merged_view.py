@@ -49,10 +49,14 @@ class MergedView:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of layers, heads, rows and columns, and whether a row adds up to 1."""
+        """The numbers of layers, heads, rows and columns."""
         sizes = {"layers": self.look.layers(kind=self.kind), "heads": self.look.heads(kind=self.kind)}
-        is_normalised = self.look.map(kind=self.kind, layer=0).is_normalised
-        return {**sizes, "n_rows": len(self.rows), "n_cols": len(self.cols), "normalised": is_normalised}
+        return {**sizes, "n_rows": len(self.rows), "n_cols": len(self.cols)}
+
+    @property
+    def facts(self) -> dict[str, int | bool]:
+        """The sizes, and whether a row adds up to 1, for a page."""
+        return {**self.sizes, "normalised": self.look.map(kind=self.kind, layer=0).is_normalised}
 
     def weights(self, *, layer: int = -1, head: int | None = None, rows: Pick = ALL, cols: Pick = ALL) -> Tensor:
         """The weights (R, C) of merged rows and columns; 0 in a row that attends to hidden columns only.

@@ -248,9 +248,10 @@ def read_pairs(
 def check_ends_differ(pair: int, clean: float | Tensor, corrupted: float | Tensor) -> None:
     """Raise if a pair's metric is the same on both prompts: effects are shares of the difference.
 
-    Rounding in fp32 alone moves the metric of a deep model by 1e-6 of its value, and a share of that is noise.
+    Rounding in fp32 alone moves logits, and thus a metric near 0, by 1e-6, and that of a deep model by up to 1e-5 of
+    its value: a share of that is noise.
     """
-    if math.isclose(clean, corrupted, rel_tol=1e-5):
+    if math.isclose(clean, corrupted, rel_tol=1e-5, abs_tol=1e-6):
         raise ValueError(f"the metric of pair {pair} is the same on both prompts, so there is no effect to measure")
 
 

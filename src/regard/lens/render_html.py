@@ -102,7 +102,7 @@ def page_html(
 
 def _describe(look: Look, views: dict[str, MergedView]) -> dict[str, Any]:
     """The content of the page other than the weights."""
-    kinds = {kind: view.sizes for kind, view in views.items()}
+    kinds = {kind: view.facts for kind, view in views.items()}
     labels = {
         kind: {"rows": list(map(_label_list, view.rows)), "cols": list(map(_label_list, view.cols))}
         for kind, view in views.items()

@@ -206,20 +206,22 @@ def deploy_api(
     """``serve_api`` with the models in replicas on a Ray cluster; they alone stop with this process."""
     serve = import_optional("ray.serve", "regard deploy", "cluster")
     ray, connected_here = connect_ray(on)
-    name, deployed = f"regard-{ray.util.get_node_ip_address()}-{port or os.getpid()}", set[str]()
+    name, is_deployed = f"regard-{ray.util.get_node_ip_address()}-{port or os.getpid()}", False
 
     def open_app(paths: Sequence[str | Path]) -> Any:
-        deployed.add(name)  # before: a deployment that fails is deleted too
+        nonlocal is_deployed
+        is_deployed = True  # before: a deployment that fails is deleted too
         options: dict[str, Any] = {"cores": cores, "device": device, "engine": engine, "limits": limits}
         return open_replicas(paths, replicas=replicas, name=name, **options)
 
     try:
         return serve_api(paths, limits=limits, port=port, open_app=open_app, **options)
     finally:
-        for own in deployed & serve.status().applications.keys():
-            serve.delete(own)
-        if not serve.status().applications:
-            serve.shutdown()
+        with suppress(Exception):  # the cluster may be gone; an error above counts
+            if is_deployed:
+                serve.delete(name)
+            if not serve.status().applications:
+                serve.shutdown()
         if connected_here:
             ray.shutdown()
 

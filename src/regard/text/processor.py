@@ -25,7 +25,7 @@ _SPECIAL_TOKENS = {
 ONE, SOURCE, TARGET = "tokenizer.json", "tokenizer.source.json", "tokenizer.target.json"
 IMAGE, TOKENIZER_CONFIG = "preprocessor_config.json", "tokenizer_config.json"
 PROMPTS = "config_sentence_transformers.json"  # the prompts to prepend to texts before they are embedded
-INPUTS = "inputs.json"  # of a classifier of pairs: that it reads two texts
+INPUTS = "regard_inputs.json"  # of a classifier of pairs: that it reads two texts
 # Files beside the tokenizer, mostly for other programs; they are written back unchanged.
 _COMPANIONS = (
     *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE),
@@ -99,7 +99,7 @@ class Processor:
     @property
     def reads_pairs(self) -> bool:
         """Whether the model is a classifier that was trained on pairs of texts."""
-        return INPUTS in self.companions
+        return INPUTS in self.companions and parse_json(self.companions[INPUTS], INPUTS).get("texts") == 2
 
     def with_pairs(self, reads_pairs: bool) -> Processor:
         """The processor of a classifier that is trained on pairs of texts, or on single ones."""
@@ -149,7 +149,7 @@ def read_processor(directory: ModelFiles, fields: Mapping[str, Any], config: Mod
     for name in ("special_tokens_map.json", TOKENIZER_CONFIG):
         names |= directory.json(name) if directory.has(name) else {}
     if source is None:
-        with wrong_values_as_bad_file(directory.root / TOKENIZER_CONFIG):
+        with wrong_values_as_bad_file(f"{directory.root}: a file of the vocabulary or {TOKENIZER_CONFIG}"):
             source = read_vocabulary(directory, fields, names)
     if target is None and config.source != "text":
         source, target = None, source

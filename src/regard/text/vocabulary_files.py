@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Values of tokenizer_class in tokenizer_config.json, or without it of model_type in config.json.
 _WORDPIECE = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "bert", "distilbert", "electra")
-_ENCLOSED = ("RobertaTokenizer", "BartTokenizer", "roberta", "bart")  # <s> and </s> are put around a text
+_ROBERTA = ("RobertaTokenizer", "BartTokenizer", "roberta", "bart")  # <s> and </s> are put around a text
 _GPT2 = ("GPT2Tokenizer", "gpt2")  # the start and the end token are added if tokenizer_config.json says so
 _SENTENCEPIECE = ("T5Tokenizer", "MT5Tokenizer", "t5", "mt5")
 _EXTRA_IDS = 100  # T5's sentinels, unless tokenizer_config.json says otherwise
@@ -42,8 +42,8 @@ def read_vocabulary(directory: ModelFiles, fields: Mapping[str, Any], settings: 
     kind = str(settings.get("tokenizer_class") or fields.get("model_type") or "").removesuffix("Fast")
     if kind in _WORDPIECE and directory.has("vocab.txt"):
         backend = _word_piece(directory, settings)
-    elif kind in (*_ENCLOSED, *_GPT2) and directory.has("vocab.json") and directory.has("merges.txt"):
-        backend = _byte_level(directory, settings, enclosed=kind in _ENCLOSED)
+    elif kind in (*_ROBERTA, *_GPT2) and directory.has("vocab.json") and directory.has("merges.txt"):
+        backend = _byte_level(directory, settings, has_ends=kind in _ROBERTA)
     elif kind in _SENTENCEPIECE and directory.has("spiece.model"):
         name = str(directory.root / "spiece.model")
         extra = [f"<extra_id_{n}>" for n in reversed(range(settings.get("extra_ids", _EXTRA_IDS)))]
@@ -68,8 +68,8 @@ def _add_tokens(backend: Backend, directory: ModelFiles, settings: Mapping[str, 
     special += settings.get("additional_special_tokens") or []
     names = {_text(token) for token in special}
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    numbered = sorted((int(index), token) for index, token in tokens.items())
-    for index, token in [*numbered, *((None, token) for token in special)]:
+    with_ids = sorted((int(index), token) for index, token in tokens.items())
+    for index, token in [*with_ids, *((None, token) for token in special)]:
         text = _text(token)
         options = {"special": text in names, "normalized": text not in names}
         options |= {name: token[name] for name in _OPTIONS if isinstance(token, Mapping) and name in token}
@@ -79,7 +79,7 @@ def _add_tokens(backend: Backend, directory: ModelFiles, settings: Mapping[str, 
             backend.add_tokens([AddedToken(text, **options)])
             known.add(text)
         if index not in (None, backend.token_to_id(text)):
-            raise ValueError(f"token {text!r} with id {index}, where {backend.token_to_id(text)} is the next")
+            raise ValueError(f"{text!r} has the id {index} there, but {backend.token_to_id(text)} in the vocabulary")
 
 
 def _word_piece(directory: ModelFiles, settings: Mapping[str, Any]) -> Backend:
@@ -107,8 +107,8 @@ def _word_piece(directory: ModelFiles, settings: Mapping[str, Any]) -> Backend:
     return backend
 
 
-def _byte_level(directory: ModelFiles, settings: Mapping[str, Any], enclosed: bool) -> Backend:
-    """Byte-level BPE; ``enclosed``: if the vocabulary has <s> and </s>, they are put around a text."""
+def _byte_level(directory: ModelFiles, settings: Mapping[str, Any], has_ends: bool) -> Backend:
+    """Byte-level BPE; with ``has_ends``, <s> and </s> are put around a text if the vocabulary has them."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
 
@@ -124,9 +124,9 @@ def _byte_level(directory: ModelFiles, settings: Mapping[str, Any], enclosed: bo
         raise BadModelFile(f"{directory.root / 'merges.txt'} does not fit vocab.json: {error}") from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     backend.decoder = decoders.ByteLevel()
-    special = ("<s>", "<pad>", "</s>", "<unk>") if enclosed else ("<|endoftext|>",)
+    special = ("<s>", "<pad>", "</s>", "<unk>") if has_ends else ("<|endoftext|>",)
     backend.add_special_tokens([x for x in special if x in vocab])
-    if not enclosed or not {"<s>", "</s>"} <= vocab.keys():
+    if not has_ends or not {"<s>", "</s>"} <= vocab.keys():
         return backend
     sep, cls = ("</s>", vocab["</s>"]), ("<s>", vocab["<s>"])
     backend.post_processor = processors.RobertaProcessing(sep, cls, trim_offsets=True, add_prefix_space=prefix_space)
@@ -136,12 +136,15 @@ def _byte_level(directory: ModelFiles, settings: Mapping[str, Any], enclosed: bo
 
 
 def _add_ends(backend: Backend, settings: Mapping[str, Any]) -> None:
+    """Put the start and the end token around a text, each if ``add_bos_token`` or ``add_eos_token`` says so."""
     from tokenizers import processors
 
-    asked = [end for end in ("bos", "eos") if settings.get(f"add_{end}_token")]
-    ends = {end: _text(settings.get(f"{end}_token") or "<|endoftext|>") for end in asked}
+    wanted = [end for end in ("bos", "eos") if settings.get(f"add_{end}_token")]
+    ends = {end: _text(settings.get(f"{end}_token") or "<|endoftext|>") for end in wanted}
     single = [x for x in (ends.get("bos"), "$A", ends.get("eos")) if x is not None]
     tokens = [(text, backend.token_to_id(text)) for text in set(ends.values())]
+    if missing := [text for text, index in tokens if index is None]:
+        raise ValueError(f"{missing[0]!r} begins or ends a text, but is not in the vocabulary")
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=tokens)
 
 

@@ -63,6 +63,8 @@ class Ema:
     @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore ``state_tensors``. Whole tensors are sharded like their parameters."""
+        if odd := {_UPDATES, *(f"{_AVERAGE}{name}" for name in self._averages)} ^ set(tensors):
+            raise ValueError(f"the moving average and the model differ in {min(odd)!r}")
         for name, average in self._averages.items():
             average.copy_(shard_like(tensors[f"{_AVERAGE}{name}"].to(average.device), average))
         self.n_updates = int(tensors[_UPDATES])

@@ -104,7 +104,8 @@ def initial_processor(
     )
     # Companion files belong to a foreign tokenizer; for our own they are written anew.
     companions = initial.companions if foreign else {}
-    return Processor(source_side, target_side, initial.image, source.labels, initial.chat_template, companions)
+    made = Processor(source_side, target_side, initial.image, source.labels, initial.chat_template, companions)
+    return made.with_pairs(False)  # a task that reads pairs says so itself
 
 
 def new_model(

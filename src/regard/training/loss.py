@@ -471,7 +471,7 @@ def r_drop_loss(model: Model, batch: Batch, smoothing: float = 0.0, *, weight: f
 def token_losses(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     """-log p of each target (n,) and the most likely token at its position (n,), in the order of the batch.
 
-    BadOutput if one is NaN: the callers mark tokens without a target by NaN.
+    BadOutput if one is NaN, which would be taken for a token without a target or spread into a mean.
     """
     head, is_target = cast(TokenHead, model.head), batch.targets != IGNORE
     states, weight = _states_and_weight(model, batch)

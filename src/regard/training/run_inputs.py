@@ -32,7 +32,7 @@ from ..models import Model
 from ..models.build import model_class, model_class_name, register_model
 from ..recipes import run_config
 from ..text.processor import Processor
-from .run_directory import IN_MEMORY
+from .run_directory import IN_MEMORY, RunDirectory
 from .tasks import TASKS, Task
 
 _CONFIG_FILES = (".json", ".toml", ".yaml", ".yml")
@@ -101,6 +101,23 @@ def _register_class(model: Model) -> None:
     if type(model) is not model_class(model.config):
         register_model(type(model))
         model.config = model.config.with_(model_class=model_class_name(type(model)))
+
+
+def check_task_class(run: RunDirectory, resumed: type[Task]) -> None:
+    """Refuse to resume a run of a task class of one's own with the built-in one, whose loss may differ, or vice versa.
+
+    Two classes of one's own are not compared: a class may have been renamed or moved.
+    """
+    built_in = TASKS[run.config.task]
+    name = run.facts.get("task_class", class_name(resumed))  # older runs do not record it
+    if name != class_name(built_in) and resumed is built_in:
+        raise UsageError(f"{run.root} was trained with the task class {name}: resume it in Python with this class")
+    if name == class_name(built_in) and resumed is not built_in:
+        raise UsageError(f"{run.root} was trained with the built-in task {run.config.task!r}: leave out task=…")
+
+
+def class_name(task_class: type[Task]) -> str:
+    return f"{task_class.__module__}:{task_class.__qualname__}"
 
 
 def open_run_source(inputs: RunInputs) -> Source:

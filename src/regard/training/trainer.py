@@ -44,7 +44,7 @@ from .parallel import Group, open_group, parallelise
 from .precision import Precision, PrecisionName, model_flops_per_token, peak_flops
 from .reporter import Reporter
 from .run_directory import CHOICE_FILE, FACTS_FILE, RunDirectory, absolute_paths, missing_data, provenance
-from .run_inputs import open_run_source, resolve_run
+from .run_inputs import check_task_class, class_name, open_run_source, resolve_run
 from .signals import Interrupted
 from .tasks import Task, open_task
 
@@ -120,7 +120,7 @@ def train(
             inputs.check_model(run_config.model)
             check_loggers(run_config.train.loggers)
             _check_shippable(run_config, opened.processor)
-            facts = {**provenance(source, command, group.world), "task_class": inputs.task_class.__name__}
+            facts = {**provenance(source, command, group.world), "task_class": class_name(inputs.task_class)}
             RunDirectory.create(Path(out), run_config, opened.processor, facts)
         run_config = group.broadcast_object(run_config)
         assert run_config.train.out is not None
@@ -165,8 +165,7 @@ def resume(
         raise missing
     with closing(_open_group(recipe)) as group, _progress(style, group):
         inputs = resolve_run(config, task=task, data=data)
-        if (name := run.facts.get("task_class")) not in (None, inputs.task_class.__name__):
-            raise UsageError(f"{path} was trained with the task class {name}: resume it in Python with this class")
+        check_task_class(run, inputs.task_class)
         source = open_run_source(inputs)
         if (recorded := run.facts["data"]["sha256"]) != source.sha256:
             hashes = f"its SHA-256 is {source.sha256[:12]}…, it was {recorded[:12]}…"

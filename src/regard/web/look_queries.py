@@ -40,7 +40,7 @@ class HeadView:
 def look_document(session: LookSession, words: bool = False, specials: bool = True) -> dict[str, Any]:
     """What the page needs to know of a look before it requests weights."""
     look = session.look
-    kinds = {kind: merged_view(session, HeadView(kind, 0, None, words, specials)).sizes for kind in look.kinds}
+    kinds = {kind: merged_view(session, HeadView(kind, 0, None, words, specials)).facts for kind in look.kinds}
     about = {"id": session.id, "model": session.served.id, "text": look.text, "target": look.target_text}
     document: dict[str, Any] = {**about, "kinds": kinds, "beams": session.search is not None}
     document |= session.cache("summary", lambda: _summary(session))

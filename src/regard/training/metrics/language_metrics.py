@@ -141,6 +141,8 @@ def paired_texts(a: TextLosses, b: TextLosses, *, masked: bool = False) -> list[
         return [_by_characters(a, b)]
     both = a.is_scored & b.is_scored
     passages = [passage for passage in a.passages() if both[passage].any()]
+    if not passages:
+        raise ValueError("the text is too short to compare the two models: they predict no token in common")
     counts = [int(both[passage].sum()) for passage in passages]
 
     def sums(values: NDArray[Any]) -> list[float]:

@@ -89,8 +89,9 @@ class Story {
     const at = { kind, layer, head: one, row }, first = look.image ? "image" : "cross" in look.kinds ? "align" : "sentence";
     const last = look.classes || !model.generates ? { view: "contributions", values: {} } : { view: "next", values: { position: this.told.position } };
     const into = { view: "contributions", values: { position: this.told.position, token: -1 } };
-    return { tokens: { view: first, values: at }, vectors: into, qkv: { view: "walk", values: { ...at, col: heaviest } }, scores: { view: "walk", values: { ...at, col: heaviest } },
-      softmax: { view: "heatmap", values: { ...at, col: heaviest } }, mix: { view: "walk", values: { ...at, col: heaviest } }, heads: { view: "grid", values: { kind } }, layer: into, layers: into, end: last };
+    const offered = (opened) => (this.app.views().some((view) => view.id === opened.view) ? opened : { view: first, values: at });
+    return { tokens: { view: first, values: at }, vectors: offered(into), qkv: { view: "walk", values: { ...at, col: heaviest } }, scores: { view: "walk", values: { ...at, col: heaviest } },
+      softmax: { view: "heatmap", values: { ...at, col: heaviest } }, mix: { view: "walk", values: { ...at, col: heaviest } }, heads: { view: "grid", values: { kind } }, layer: offered(into), layers: offered(into), end: offered(last) };
   }
 
   /** The text of a stage, with its numbers. */
