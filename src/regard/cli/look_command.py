@@ -146,11 +146,11 @@ def _to_dict(look: Look, top: int, layer: int, head: int | None, view_options: d
     return {"text": look.text, "target": look.target_text, "kinds": kinds, **chosen, "rows": rows}
 
 
-def _print_routing(own_look: Look, layer: int, kind: str | None, as_json: bool) -> None:
+def _print_routing(look: Look, layer: int, kind: str | None, as_json: bool) -> None:
     kind = "self" if kind == "cross" else kind  # experts come after all attention of a layer
-    routing = own_look.routing(layer=layer, kind=kind)
+    routing = look.routing(layer=layer, kind=kind)
     rows: list[dict[str, Any]] = []
-    tokens = zip(own_look.rows(kind=kind), routing.experts.tolist(), routing.weights.tolist(), strict=True)
+    tokens = zip(look.rows(kind=kind), routing.experts.tolist(), routing.weights.tolist(), strict=True)
     for label, chosen, weights in tokens:
         pairs = zip(chosen, weights, strict=True)
         rows.append({"text": label.text, "experts": [{"expert": e, "weight": weight} for e, weight in pairs]})

@@ -177,7 +177,8 @@ class Sweep:
 
         Files may have moved, so data at another path are compared by their hash.
         """
-        own_cells, hashes = {cell.name: cell for cell in self.rows}, dict[Any, str]()
+        own_cells = {cell.name: cell for cell in self.rows}
+        hashes: dict[Any, str] = {}  # of the data that cells have in common
         for stored_cell in stored.rows:
             if (cell := own_cells.get(stored_cell.name)) is None:
                 continue
@@ -190,9 +191,11 @@ class Sweep:
             seeds = stored.seeds if former.data != config.data else ()
             results = (read_result(out, cell.name, seed) for seed in seeds)
             recorded = {x["data_sha256"] for x in results if x and x.get("data_sha256")}
-            if recorded and (key := (config.task, config.data)) not in hashes:
+            if not recorded:
+                continue
+            if (key := (config.task, config.data)) not in hashes:
                 hashes[key] = data_hash(config)
-            if recorded - {hashes.get((config.task, config.data))}:
+            if recorded != {hashes[key]}:
                 raise UsageError(f"{out} holds runs of {cell.name!r} on other data; choose another --out")
 
     def check_measures(self, file: Path) -> None:
